@@ -1,0 +1,97 @@
+"""One plain state dict of a model that lies over many ranks, and back.
+
+Names and shapes are those of one nn.Sequential over all layers in one process, so plain PyTorch loads what comes out
+and makes what goes in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from engine.comm.full import full_entries, full_tensors
+from engine.comm.mesh import Mesh
+from engine.errors import UsageError, did_you_mean
+from engine.placement import REPLICATED, placements_of, ties_of
+from engine.zero import ZeroOptimizer
+
+
+@torch.no_grad()
+def full_state_dict(model: nn.Module, mesh: Mesh, *, rank: int | None = None) -> dict[str, Tensor]:
+    """Return every parameter and persistent buffer at full size, as independent CPU tensors, in layer order.
+
+    A tied parameter appears under each of its names, the first layer's being the canonical one. Every rank of the
+    mesh must call it. With `rank`, only that global rank gets the dict and the others an empty one.
+    """
+    if rank is not None and not 0 <= rank < mesh.layout.world_size:
+        raise UsageError(f"rank={rank} is outside the mesh: ranks go from 0 to {mesh.layout.world_size - 1}")
+    return full_tensors(_local_state(model), placements_of(model), mesh, rank=rank)
+
+
+@torch.no_grad()
+def load_full_state_dict(
+    model: nn.Module, mesh: Mesh, state: Mapping[str, Tensor], optimizer: ZeroOptimizer | None = None
+) -> None:
+    """Fill the model with `state`, every rank taking its shards of its layers.
+
+    state: as `full_state_dict` returns it, the whole on every rank; a tied parameter may be left out under all but
+    its first name. optimizer: the one over this model, when there is one. Every rank of the mesh must call it.
+
+    Raises UsageError on every rank, before anything is changed, for missing or unexpected names, wrong shapes, tied
+    names with different values, or values that differ between data ranks' dicts in name or shape.
+    """
+    if optimizer is not None:
+        optimizer.parameters_replaced(model)
+    local, placements = _local_state(model), placements_of(model)
+    expected = {name: shape for stage in full_entries(local, placements, mesh) for name, shape, _ in stage}
+    canonical = _canonical_names(model, mesh)
+    _check_state(state, expected, canonical)
+    for name, target in local.items():
+        full = state[name] if name in state else state[canonical[name]]
+        target.copy_(placements.get(name, REPLICATED).shard(full, mesh.tensor.rank, mesh.tensor.size))
+
+
+def _local_state(model: nn.Module) -> dict[str, Tensor]:
+    """Return this stage's parameters and persistent buffers by name, as they lie in memory."""
+    return {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
+
+
+def _canonical_names(model: nn.Module, mesh: Mesh) -> dict[str, str]:
+    """Return, for every name of a shared parameter but its first, that first name; over all stages."""
+    first: dict[int, str] = {}
+    found: dict[str, str] = {}
+    for tie in ties_of(model):
+        first[id(model.get_parameter(tie.name))] = tie.canonical
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        canonical = first.setdefault(id(parameter), name)
+        if canonical != name:
+            found[name] = canonical
+    stages = [mesh.pipeline.broadcast_object(found, stage) for stage in range(mesh.pipeline.size)]
+    return {name: canonical for stage in stages for name, canonical in stage.items()}
+
+
+def _check_state(
+    state: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]], canonical: Mapping[str, str]
+) -> None:
+    missing = [name for name in expected if name not in state and canonical.get(name, name) not in state]
+    unexpected = [name for name in state if name not in expected]
+    wrong = [
+        f"{name} is {tuple(state[name].shape)}, the model has {shape}"
+        for name, shape in expected.items()
+        if name in state and tuple(state[name].shape) != shape
+    ]
+    torn = [
+        f"{name} differs from {first}, to which it is tied"
+        for name, first in canonical.items()
+        if name in state and first in state and not wrong and not torch.equal(state[name], state[first])
+    ]
+    hints = [name + did_you_mean(name, missing) for name in unexpected]
+    problems = [
+        f"{label}: {', '.join(found[:8])}{f' and {len(found) - 8} more' if len(found) > 8 else ''}"
+        for label, found in (("missing", missing), ("unexpected", hints), ("wrong shape", wrong), ("torn ties", torn))
+        if found
+    ]
+    if problems:
+        raise UsageError("the state does not fit the model, nothing was loaded: " + "; ".join(problems))

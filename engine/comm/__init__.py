@@ -1,0 +1,6 @@
+"""Groups of ranks and what they can say to each other."""
+
+from engine.comm.communicator import Communicator, Work
+from engine.comm.mesh import Mesh, init, plan_mesh
+
+__all__ = ["Communicator", "Mesh", "Work", "init", "plan_mesh"]

@@ -1,0 +1,512 @@
+"""The collectives of one group of ranks, with the rules every backend forgets: strides, types, averages, clear errors.
+
+Shapes below are local ones; `size` is the number of ranks of the group and every rank number is a position inside it.
+All ranks of the group must make the same calls in the same order with equal shapes and dtypes; other ranks see
+nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor
+
+from engine.comm.transport import TorchTransport, Works
+from engine.device import reducible
+from engine.errors import CommunicationError, DtypeError, EngineError, LayoutError, UsageError, did_you_mean
+
+Op = Literal["sum", "mean", "max", "min", "prod"]
+_OPS = ("sum", "mean", "max", "min", "prod")
+
+
+class Work:
+    """A started operation. `wait` returns its result; the handle keeps every buffer alive until then."""
+
+    def __init__(self, comm: Communicator, what: str, works: Works, finish: Callable[[], Any], buffers: object) -> None:
+        self._comm, self._what, self._works, self._finish = comm, what, works, finish
+        self._buffers = buffers
+        self._started = time.monotonic()
+        self._result: Any = None
+        self._done = False
+
+    def wait(self) -> Any:
+        """Wait until the operation is done and return its result. Waiting again returns the same result.
+
+        Raises CommunicationError when a peer is gone or the time limit has passed.
+        """
+        if not self._done:
+            try:
+                self._comm._wait(self._works)
+            except RuntimeError as error:
+                raise self._comm._failure(self._what, error, time.monotonic() - self._started) from error
+            self._result = self._finish()
+            self._done = True
+            self._works, self._buffers = [], None
+        return self._result
+
+
+class Communicator:
+    """The collectives of one group. `engine.init` makes one for each axis; pass it to whatever communicates.
+
+    In-place calls act on the caller's own tensor, whatever its strides. A tensor that takes part in a gradient is
+    refused: the differentiable pairs are in `engine.comm.autograd`. Tensor calls take `async_op=True` and then return
+    a `Work`.
+
+    Reductions: sum, mean, max, min, prod. mean is the sum, divided here by `size`, for floating and complex dtypes.
+    bool is reduced as a truth value (sum and max: any, min and prod: all). uint8 sums wrap at 256, as in torch.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        ranks: Sequence[int],
+        rank: int,
+        device: torch.device,
+        *,
+        where: str,
+        transport: TorchTransport | None,
+        planned: bool = False,
+    ) -> None:
+        """Made by `engine.init`. `where` says in errors who this rank is; a group of one needs no transport."""
+        self.name = name
+        self.ranks = tuple(ranks)
+        self.rank = rank
+        self.device = device
+        self._where = where
+        self._transport = transport
+        self._planned = planned
+        self._closed = False
+
+    @property
+    def size(self) -> int:
+        """Number of ranks in the group."""
+        return len(self.ranks)
+
+    @property
+    def transport(self) -> str:
+        """How bytes move: `torch`, `local` for a group of one, `plan` for a mesh without processes."""
+        if self._planned:
+            return "plan"
+        return self._transport.name if self._transport else "local"
+
+    def __repr__(self) -> str:
+        return f"Communicator({self.name!r}, rank {self.rank} of {self.size}, {self.transport} on {self.device})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Communicator:
+        """A copied model talks over the same group."""
+        return self
+
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        raise UsageError(f"communicator {self.name!r} belongs to running processes and cannot be pickled")
+
+    # ---- in place --------------------------------------------------------------------------------------------------
+
+    @overload
+    def all_reduce(self, x: Tensor, op: Op = "sum", *, async_op: Literal[False] = False) -> Tensor: ...
+    @overload
+    def all_reduce(self, x: Tensor, op: Op = "sum", *, async_op: Literal[True]) -> Work: ...
+    def all_reduce(self, x: Tensor, op: Op = "sum", *, async_op: bool = False) -> Tensor | Work:
+        """Reduce `x` over the group, in place on every rank; returns it.
+
+        Raises DtypeError for a dtype that the backend does not reduce, UsageError for a wrong call (nothing is sent
+        then), CommunicationError when a peer fails or the time limit passes.
+        """
+        self._check("all_reduce", x, op)
+        return self._reduce_in_place("all_reduce", x, op, async_op, lambda t, buffer, o: t.all_reduce(buffer, o))
+
+    @overload
+    def broadcast(self, x: Tensor, src: int, *, async_op: Literal[False] = False) -> Tensor: ...
+    @overload
+    def broadcast(self, x: Tensor, src: int, *, async_op: Literal[True]) -> Work: ...
+    def broadcast(self, x: Tensor, src: int, *, async_op: bool = False) -> Tensor | Work:
+        """Fill `x` on every rank with the values of rank `src`; returns it. Any dtype. Raises as `all_reduce`."""
+        self._check("broadcast", x)
+        self._check_peer("broadcast", src, "src")
+        if self.size == 1 or x.numel() == 0:
+            return self._local(x, async_op)
+        buffer = x if x.is_contiguous() else x.contiguous()
+        torch.autograd.graph.increment_version(x)
+        return self._start(
+            f"broadcast from {src} of {_shape(x)}",
+            lambda t: t.broadcast(buffer, src),
+            lambda: x if buffer is x or self.rank == src else _write(x, buffer),
+            (x, buffer),
+            async_op,
+        )
+
+    @overload
+    def reduce(self, x: Tensor, dst: int, op: Op = "sum", *, async_op: Literal[False] = False) -> Tensor: ...
+    @overload
+    def reduce(self, x: Tensor, dst: int, op: Op = "sum", *, async_op: Literal[True]) -> Work: ...
+    def reduce(self, x: Tensor, dst: int, op: Op = "sum", *, async_op: bool = False) -> Tensor | Work:
+        """Reduce `x` over the group into rank `dst`'s tensor; the others' stay as they were. Returns `x`. Raises as
+        `all_reduce`.
+        """
+        self._check("reduce", x, op)
+        self._check_peer("reduce", dst, "dst")
+        return self._reduce_in_place("reduce", x, op, async_op, lambda t, buffer, o: t.reduce(buffer, dst, o), dst)
+
+    # ---- into another tensor ---------------------------------------------------------------------------------------
+
+    @overload
+    def reduce_scatter(
+        self, x: Tensor, dim: int = 0, *, op: Op = "sum", out: Tensor | None = None, async_op: Literal[False] = False
+    ) -> Tensor: ...
+    @overload
+    def reduce_scatter(
+        self, x: Tensor, dim: int = 0, *, op: Op = "sum", out: Tensor | None = None, async_op: Literal[True]
+    ) -> Work: ...
+    def reduce_scatter(
+        self, x: Tensor, dim: int = 0, *, op: Op = "sum", out: Tensor | None = None, async_op: bool = False
+    ) -> Tensor | Work:
+        """Reduce `x` over the group and return this rank's equal part along `dim`.
+
+        `x`: the same shape on every rank, x.shape[dim] divisible by size. `out`: shape of `x` with x.shape[dim] /
+        size at `dim`; it may be this rank's part of `x`. `x` is otherwise unchanged. Raises as `all_reduce`, and
+        LayoutError for a dim that does not divide.
+        """
+        self._check("reduce_scatter", x, op, (out,))
+        dim = _dim("reduce_scatter", x, dim)
+        if x.shape[dim] % self.size:
+            raise LayoutError(
+                f"{self._label('reduce_scatter')}: dim {dim} of {_shape(x)} does not divide by the group's {self.size} ranks"
+            )
+        shape = list(x.shape)
+        shape[dim] //= self.size
+        result = self._out("reduce_scatter", x, shape, out)
+        if self.size == 1 or x.numel() == 0:
+            return self._local(result if _same(result, x) else _write(result, x), async_op)
+        wire, wire_op = _wire(x.movedim(dim, 0).contiguous(), op)
+        target = result if dim == 0 and result.is_contiguous() else torch.empty_like(wire[: shape[dim]], dtype=x.dtype)
+
+        def finish() -> Tensor:
+            _average(target, op, self.size)
+            return result if target is result else _write(result, target.movedim(0, dim))
+
+        return self._start(
+            f"reduce_scatter({op}) of {_shape(x)} along dim {dim}",
+            lambda t: t.reduce_scatter(_wire(target, op)[0], wire, wire_op),
+            finish,
+            (wire, target, x),
+            async_op,
+        )
+
+    @overload
+    def all_gather(
+        self, x: Tensor, dim: int = 0, *, out: Tensor | None = None, async_op: Literal[False] = False
+    ) -> Tensor: ...
+    @overload
+    def all_gather(self, x: Tensor, dim: int = 0, *, out: Tensor | None = None, async_op: Literal[True]) -> Work: ...
+    def all_gather(
+        self, x: Tensor, dim: int = 0, *, out: Tensor | None = None, async_op: bool = False
+    ) -> Tensor | Work:
+        """Return every rank's `x`, joined along `dim` in rank order. Any dtype.
+
+        `x`: the same shape on every rank. `out`: shape of `x` with size * x.shape[dim] at `dim`; `x` may be this
+        rank's part of it. Raises as `all_reduce`.
+        """
+        self._check("all_gather", x, None, (out,))
+        dim = _dim("all_gather", x, dim)
+        shape = list(x.shape)
+        shape[dim] *= self.size
+        result = self._out("all_gather", x, shape, out)
+        if self.size == 1 or x.numel() == 0:
+            return self._local(result if _same(result, x) else _write(result, x), async_op)
+        wire = x.movedim(dim, 0).contiguous()
+        direct = dim == 0 and result.is_contiguous()
+        target = result if direct else wire.new_empty((self.size * wire.shape[0], *wire.shape[1:]))
+        return self._start(
+            f"all_gather of {_shape(x)} along dim {dim}",
+            lambda t: t.all_gather(target, wire),
+            lambda: result if direct else _write(result, target.movedim(0, dim)),
+            (wire, target),
+            async_op,
+        )
+
+    # ---- point to point --------------------------------------------------------------------------------------------
+
+    def send(self, x: Tensor, dst: int) -> None:
+        """Send `x` to rank `dst`, which must call `recv`. Blocks until it does: two ranks that both send first never
+        end, use `exchange`. Raises as `all_reduce`.
+        """
+        self.exchange(sends=[(x, dst)])
+
+    def recv(self, out: Tensor, src: int) -> Tensor:
+        """Fill `out` with what rank `src` sends, and return it. Shape and dtype must be the sender's. Raises as
+        `all_reduce`.
+        """
+        self.exchange(recvs=[(out, src)])
+        return out
+
+    @overload
+    def exchange(
+        self,
+        sends: Sequence[tuple[Tensor, int]] = (),
+        recvs: Sequence[tuple[Tensor, int]] = (),
+        *,
+        async_op: Literal[False] = False,
+    ) -> list[Tensor]: ...
+    @overload
+    def exchange(
+        self,
+        sends: Sequence[tuple[Tensor, int]] = (),
+        recvs: Sequence[tuple[Tensor, int]] = (),
+        *,
+        async_op: Literal[True],
+    ) -> Work: ...
+    def exchange(
+        self,
+        sends: Sequence[tuple[Tensor, int]] = (),
+        recvs: Sequence[tuple[Tensor, int]] = (),
+        *,
+        async_op: bool = False,
+    ) -> list[Tensor] | Work:
+        """Start all sends and receives together and return the received tensors: pairs in both directions cannot
+        deadlock.
+
+        `sends`: (tensor, destination), `recvs`: (tensor to fill, source). Messages from one rank to another arrive in
+        the order in which both sides list them. Only the ranks that are named take part. A sent tensor must not
+        change before `wait`. Raises as `all_reduce`.
+        """
+        for x, peer in (*sends, *recvs):
+            self._check("exchange", x)
+            self._check_peer("exchange", peer, "peer")
+            if peer == self.rank:
+                raise UsageError(f"{self._label('exchange')}: peer {peer} is this rank itself: copy the tensor instead")
+        out = [(x, peer) for x, peer in sends if x.numel()]
+        wire = [(x.contiguous(), peer) for x, peer in out]
+        into = [
+            (x, x if x.is_contiguous() else torch.empty_like(x, memory_format=torch.contiguous_format), p)
+            for x, p in recvs
+        ]
+        for x, _ in recvs:
+            torch.autograd.graph.increment_version(x)
+        listed = [f"to {p} {_shape(x)}" for x, p in sends] + [f"from {p} {_shape(x)}" for x, p in recvs]
+        return self._start(
+            f"exchange ({', '.join(listed)})",
+            lambda t: t.exchange(wire, [(buffer, p) for _, buffer, p in into if buffer.numel()]),
+            lambda: [x if buffer is x else _write(x, buffer) for x, buffer, _ in into],
+            (wire, into),
+            async_op,
+        )
+
+    # ---- without tensors -------------------------------------------------------------------------------------------
+
+    def barrier(self) -> None:
+        """Return once every rank of the group has called. Raises CommunicationError as the others."""
+        self.any(False)
+
+    def any(self, flag: bool) -> bool:
+        """Return whether `flag` is true on at least one rank of the group. Raises CommunicationError as the others."""
+        box = torch.tensor(int(flag), dtype=torch.int32, device=self.device)
+        return bool(self.all_reduce(box, "max").item())
+
+    def broadcast_object(self, value: Any, src: int) -> Any:
+        """Return rank `src`'s `value` (picklable; ignored elsewhere) on every rank. Raises as `all_reduce`."""
+        self._check_peer("broadcast_object", src, "src")
+        if self.size == 1:
+            return value
+        started = time.monotonic()
+        try:
+            return self._live("broadcast_object").broadcast_object(value, src, self.device)
+        except RuntimeError as error:
+            if isinstance(error, EngineError):
+                raise
+            raise self._failure(f"broadcast_object from {src}", error, time.monotonic() - started) from error
+
+    def check_equal(self, what: str, value: object) -> None:
+        """Check that `repr(value)` is the same on every rank of the group: a configuration, a list of names and shapes.
+
+        Raises UsageError on every rank when it is not, naming the first rank that differs from rank 0 and both values.
+        """
+        if self.size == 1 or self._planned:
+            return
+        text = repr(value)
+        digest = torch.tensor(list(hashlib.sha256(text.encode()).digest()), dtype=torch.int32, device=self.device)
+        digests = self.all_gather(digest[None])
+        different = (digests != digests[0]).any(dim=1).nonzero().flatten().tolist()
+        if not different:
+            return
+        first = self.broadcast_object(text, 0)
+        other = self.broadcast_object(text, different[0])
+        raise UsageError(
+            f"{what} differs over axis {self.name!r}: rank {different[0]} (global {self.ranks[different[0]]}) has "
+            f"{_around(other, first)}, rank 0 (global {self.ranks[0]}) has {_around(first, other)}: start every rank with the same"
+        )
+
+    # ---- inside ----------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Drop the process group. Called by Mesh.close; every later call that would send raises."""
+        self._closed = True
+        if self._transport is not None:
+            self._transport.close()
+
+    def _reduce_in_place(
+        self,
+        name: str,
+        x: Tensor,
+        op: str,
+        async_op: bool,
+        start: Callable[[TorchTransport, Tensor, str], Works],
+        dst: int | None = None,
+    ) -> Tensor | Work:
+        if self.size == 1 or x.numel() == 0:
+            return self._local(x, async_op)
+        receives = dst is None or dst == self.rank
+        # A rank that only contributes gives a copy: backends use the tensor as scratch space.
+        buffer = x if x.is_contiguous() and receives else x.clone(memory_format=torch.contiguous_format)
+        if receives:
+            torch.autograd.graph.increment_version(x)
+        wire, wire_op = _wire(buffer, op)
+
+        def finish() -> Tensor:
+            if not receives:
+                return x
+            _average(buffer, op, self.size)
+            return x if buffer is x else _write(x, buffer)
+
+        what = f"{name}({op}) of {_shape(x)}" + ("" if dst is None else f" to {dst}")
+        return self._start(what, lambda t: start(t, wire, wire_op), finish, (x, buffer), async_op)
+
+    def _start(
+        self,
+        what: str,
+        start: Callable[[TorchTransport], Works],
+        finish: Callable[[], Any],
+        buffers: object,
+        async_op: bool,
+    ) -> Any:
+        transport = self._live(what)
+        started = time.monotonic()
+        try:
+            works = start(transport)
+        except RuntimeError as error:
+            raise self._failure(what, error, time.monotonic() - started) from error
+        work = Work(self, what, works, finish, buffers)
+        return work if async_op else work.wait()
+
+    def _local(self, result: Any, async_op: bool) -> Any:
+        """Hand back what a group of one, or an empty tensor, gives without sending."""
+        return Work(self, "local", [], lambda: result, None) if async_op else result
+
+    def _wait(self, works: Works) -> None:
+        if works:
+            self._live("wait").wait(works)
+
+    def _live(self, what: str) -> TorchTransport:
+        if self._planned:
+            raise UsageError(f"{self._label(what)}: this mesh is a plan without processes; nothing can be sent on it")
+        if self._closed:
+            raise UsageError(f"{self._label(what)}: the mesh is closed: communicate inside `with engine.init(...)`")
+        if self._transport is None:
+            raise UsageError(f"{self._label(what)}: this group has one rank, so there is no peer to send to")
+        return self._transport
+
+    def _label(self, what: str) -> str:
+        return f"{self._where}: {what} on axis {self.name!r}"
+
+    def _failure(self, what: str, error: Exception, seconds: float) -> CommunicationError:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        return CommunicationError(
+            f"{self._label(what)} failed after {seconds:.1f} s: {reason}. Another rank has stopped, left this call out or called "
+            f"it with other sizes: the first error of the other ranks ({', '.join(map(str, self.ranks))}) tells the cause"
+        )
+
+    def _check(self, name: str, x: Tensor, op: str | None = None, also: Sequence[Tensor | None] = ()) -> None:
+        if not isinstance(x, Tensor):
+            raise UsageError(f"{self._label(name)}: expected a tensor, got {type(x).__name__}")
+        for each in (x, *(t for t in also if t is not None)):
+            if each.device.type != self.device.type:
+                raise UsageError(
+                    f"{self._label(name)}: the tensor {_shape(each)} lies on {each.device}, the group on {self.device}: "
+                    f"move it with .to({str(self.device)!r})"
+                )
+            if each.layout is not torch.strided:
+                raise UsageError(f"{self._label(name)}: {each.layout} tensors are not carried: call to_dense() first")
+            if each.requires_grad and torch.is_grad_enabled():
+                raise UsageError(
+                    f"{self._label(name)}: the tensor {_shape(each)} takes part in a gradient, which this call would lose: use "
+                    f"engine.comm.autograd, or detach() it"
+                )
+        if op is not None:
+            self._check_reduction(name, x, op)
+
+    def _check_reduction(self, name: str, x: Tensor, op: str) -> None:
+        if op not in _OPS:
+            raise UsageError(
+                f"{self._label(name)}: unknown op {op!r}{did_you_mean(op, _OPS)}: choose {', '.join(_OPS)}"
+            )
+        if x.dtype not in reducible(self.device):
+            names = ", ".join(sorted(str(d).removeprefix("torch.") for d in reducible(self.device)))
+            raise DtypeError(
+                f"{self._label(name)}: the backend of {self.device} does not reduce {x.dtype}: use one of {names}"
+            )
+        if op == "mean" and not (x.is_floating_point() or x.is_complex()):
+            raise DtypeError(
+                f"{self._label(name)}: the mean of {x.dtype} is no {x.dtype}: use sum, or a floating dtype"
+            )
+        if x.is_complex() and op not in ("sum", "mean"):
+            raise DtypeError(f"{self._label(name)}: {op} has no meaning for {x.dtype}: use sum or mean")
+
+    def _check_peer(self, name: str, peer: int, word: str) -> None:
+        if not 0 <= peer < self.size:
+            raise UsageError(
+                f"{self._label(name)}: {word}={peer} is outside the group: its ranks are 0 to {self.size - 1}, positions inside the group"
+            )
+
+    def _out(self, name: str, x: Tensor, shape: list[int], out: Tensor | None) -> Tensor:
+        if out is None:
+            return x.new_empty(shape)
+        if list(out.shape) != shape or out.dtype != x.dtype:
+            raise UsageError(
+                f"{self._label(name)}: out is {_shape(out)}, but {_shape(x)} over {self.size} ranks gives {x.dtype} {tuple(shape)}"
+            )
+        torch.autograd.graph.increment_version(out)
+        return out
+
+
+def _shape(x: Tensor) -> str:
+    return f"{str(x.dtype).removeprefix('torch.')} {tuple(x.shape)}"
+
+
+def _dim(name: str, x: Tensor, dim: int) -> int:
+    if x.dim() == 0 or not -x.dim() <= dim < x.dim():
+        raise UsageError(f"{name}: dim {dim} is outside a tensor of shape {tuple(x.shape)}")
+    return dim % x.dim()
+
+
+def _write(target: Tensor, source: Tensor) -> Tensor:
+    with torch.no_grad():
+        return target.copy_(source)
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride()
+
+
+def _average(x: Tensor, op: str, size: int) -> None:
+    """The one place where a mean is divided."""
+    if op == "mean":
+        with torch.no_grad():
+            x.div_(size)
+
+
+def _wire(x: Tensor, op: str) -> tuple[Tensor, str]:
+    """Return `x` as a dtype and with an op that every backend has: mean as a sum, truth values as bytes."""
+    if x.dtype is torch.bool:
+        return x.view(torch.uint8), "max" if op in ("sum", "max") else "min"
+    return x, "sum" if op == "mean" else op
+
+
+def _around(text: str, other: str, width: int = 160) -> str:
+    """Return the part of `text` around its first difference from `other`."""
+    if len(text) <= width:
+        return text
+    same = next((i for i, (a, b) in enumerate(zip(text, other, strict=False)) if a != b), min(len(text), len(other)))
+    start = max(0, same - width // 2)
+    return ("..." if start else "") + text[start : start + width] + ("..." if start + width < len(text) else "")

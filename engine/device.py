@@ -1,0 +1,133 @@
+"""CPU, CUDA and Ascend NPU: the only file that knows them apart.
+
+Which device a rank uses, which backend carries its collectives, what that backend can reduce, seeds, memory.
+Facts about Ascend are from torch_npu 2.7.1 and 2.13 (their sources and vendor documents); they were not run here.
+A CPU run touches no accelerator module.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import resource
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from engine.errors import UsageError, did_you_mean
+
+KINDS = ("cpu", "cuda", "npu")
+_BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
+_FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16})
+_INTEGERS = frozenset({torch.int8, torch.uint8, torch.int32, torch.int64})
+_REDUCIBLE = {
+    "gloo": _FLOATS | _INTEGERS | {torch.float64, torch.bool, torch.complex64, torch.complex128},
+    "nccl": _FLOATS | _INTEGERS | {torch.float64, torch.bool, torch.complex64, torch.complex128},
+    # uint8 and bool pass in all-reduce but not in reduce-scatter, fp64 in neither, int64 is slow on A2 and missing in
+    # A3's default mode: only what is right everywhere.
+    "hccl": _FLOATS | {torch.int32},
+}
+
+
+def select(device: str, local_rank: int) -> torch.device:
+    """Return this rank's device: `auto` takes npu, then cuda, then cpu.
+
+    Raises UsageError for an unknown kind, an absent accelerator, or more ranks on this host than accelerators.
+    """
+    if device == "auto":
+        device = next((kind for kind in ("npu", "cuda") if _count(kind) > 0), "cpu")
+    if device not in KINDS:
+        raise UsageError(f"device={device!r}{did_you_mean(device, KINDS)}: choose auto, {', '.join(KINDS)}")
+    if device == "cpu":
+        return torch.device("cpu")
+    count = _count(device)
+    if local_rank >= count:
+        raise UsageError(
+            f"device={device!r}: local rank {local_rank} needs its own accelerator, but this host shows {count}: "
+            f"start at most {count} ranks here, or use device='cpu'"
+        )
+    return torch.device(device, local_rank)
+
+
+def activate(device: torch.device) -> None:
+    """Make `device` the current one. Called before any group is made: a backend guesses the device otherwise."""
+    if device.type != "cpu":
+        _module(device.type).set_device(device)
+
+
+def backend(device: torch.device) -> str:
+    """Return the name of the torch.distributed backend that serves `device`."""
+    return _BACKENDS[device.type]
+
+
+def group_arguments(device: torch.device) -> dict[str, Any]:
+    """Return the extra arguments of init_process_group.
+
+    NCCL gets `device_id`. HCCL must not: torch's DeviceMesh would then call split_group, which HCCL does not have.
+    """
+    return {"device_id": device} if device.type == "cuda" else {}
+
+
+def reducible(device: torch.device) -> frozenset[torch.dtype]:
+    """Return the dtypes that the backend of `device` can sum."""
+    return _REDUCIBLE[backend(device)]
+
+
+def exact_dtype(device: torch.device) -> torch.dtype:
+    """Return the widest float in which `device` can sum over ranks: float64, on HCCL float32."""
+    return torch.float64 if torch.float64 in reducible(device) else torch.float32
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until everything queued on `device` is done; nothing to do on a CPU."""
+    if device.type != "cpu":
+        _module(device.type).synchronize(device)
+
+
+def stream_seed(*parts: object) -> int:
+    """Return a 63-bit seed made of `parts`: equal parts give an equal seed on every machine, others an unrelated one."""
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+@contextmanager
+def random_stream(seed: int, device: torch.device) -> Iterator[None]:
+    """Run the block with torch's generators (CPU, and `device`'s) seeded by `seed`; afterwards they are as before."""
+    generators = [torch.default_generator]
+    if device.type != "cpu":
+        generators.append(_module(device.type).default_generators[device.index])
+    states = [generator.get_state() for generator in generators]
+    try:
+        for generator in generators:
+            generator.manual_seed(seed)
+        yield
+    finally:
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
+
+
+def peak_memory_mib(device: torch.device) -> float:
+    """Return the most memory this process has held, in MiB: on an accelerator the allocator's peak, on a CPU the
+    resident set's (getrusage), which counts pages shared with other processes in each of them."""
+    if device.type != "cpu":
+        return float(_module(device.type).max_memory_allocated(device)) / 2**20
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / 2**20 if sys.platform == "darwin" else peak / 2**10
+
+
+def _module(kind: str) -> Any:
+    """Return torch.cuda or torch.npu."""
+    if kind == "npu":
+        importlib.import_module("torch_npu")
+    return getattr(torch, kind)
+
+
+def _count(kind: str) -> int:
+    """Return how many accelerators of `kind` this host shows; 0 when its package is missing."""
+    if kind == "npu" and importlib.util.find_spec("torch_npu") is None:
+        return 0
+    module = _module(kind)
+    return int(module.device_count()) if module.is_available() else 0

@@ -1,0 +1,196 @@
+"""A model as a list of layers, of which each rank builds only its stage's.
+
+Names are those of one nn.Sequential over all layers (`3.up.weight`) on every layout, and layer i is drawn from a
+generator seeded by (seed, i), so neither depends on where the layer lives.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from engine.comm.mesh import Mesh
+from engine.device import random_stream, stream_seed
+from engine.errors import UsageError, did_you_mean
+from engine.pipeline import partition
+from engine.placement import Tied
+
+_BALANCES = ("compute", "uniform")
+
+
+@dataclass(frozen=True, init=False)
+class LayerSpec:
+    """How to build one layer: LayerSpec(module_class, *args, tied={"key": "path.of.parameter"}, cost=None, **kwargs)."""
+
+    module_class: Callable[..., nn.Module]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    tied: Mapping[str, str] = field(default_factory=dict)
+    """From a key to the parameter of this layer that all layers with that key share; it takes the first such layer's
+    value.
+    """
+    cost: float | None = None
+    """Relative work of this layer, in place of the counted one, when stages are balanced."""
+
+    def __init__(
+        self,
+        module_class: Callable[..., nn.Module],
+        *args: Any,
+        tied: Mapping[str, str] | None = None,
+        cost: float | None = None,
+        **kwargs: Any,
+    ) -> None:
+        for name, value in (
+            ("module_class", module_class), ("args", args), ("kwargs", kwargs), ("tied", dict(tied or {})), ("cost", cost),
+        ):  # fmt: skip
+            object.__setattr__(self, name, value)
+
+    def build(self) -> nn.Module:
+        """Build the layer, drawing its weights from torch's generator."""
+        return self.module_class(*self.args, **self.kwargs)
+
+    def __str__(self) -> str:
+        return getattr(self.module_class, "__name__", repr(self.module_class))
+
+
+class PipelineModel(nn.Module):
+    """This rank's stage of a list of layers. Each layer's output is the next one's only argument, as in nn.Sequential.
+
+    `layers`: the indices that live here. `ties`: the parameters that other stages hold too. Its forward runs this
+    stage's layers: with pipeline = 1 the whole model.
+    """
+
+    def __init__(self, specs: Sequence[LayerSpec], mesh: Mesh, *, balance: str | Sequence[int] = "compute") -> None:
+        """Build this rank's layers on the CPU, under generators seeded by (mesh.seed, layer), and move them to
+        mesh.device.
+
+        balance: `compute` cuts by the elements of the parameters of two or more dims, embedding tables excepted, a
+        tied head's included, or a spec's own `cost`; `uniform` by number of layers; a list by the number of layers
+        for each stage. Nothing is sent; every rank must pass the same specs.
+
+        Raises LayoutError when the layers do not fill the stages, UsageError for a wrong tie or a layer whose work
+        cannot be counted.
+        """
+        super().__init__()
+        self.specs, self.mesh = tuple(specs), mesh
+        for spec in self.specs:
+            if not isinstance(spec, LayerSpec):
+                raise UsageError(
+                    f"PipelineModel takes LayerSpecs, got {type(spec).__name__}: wrap it as LayerSpec(class, ...)"
+                )
+        self.stages = _cut(self.specs, mesh.layout.pipeline, balance)
+        self.stage = mesh.coordinate.pipeline
+        self.layers = self.stages[self.stage]
+        for index in self.layers:
+            self.add_module(str(index), _build(self.specs, index, mesh.seed))
+        self.ties = self._tie()
+        self.to(mesh.device)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this stage takes the inputs."""
+        return self.stage == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this stage gives the outputs."""
+        return self.stage == len(self.stages) - 1
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run this stage's layers in order; the first takes all arguments."""
+        first, *rest = (self.get_submodule(str(index)) for index in self.layers)
+        x = first(*args, **kwargs)
+        for layer in rest:
+            x = layer(x)
+        return x
+
+    def _tie(self) -> tuple[Tied, ...]:
+        """Make the tied parameters of this stage one object, with the first layer's value; return those of several
+        stages.
+        """
+        holders: dict[str, list[int]] = defaultdict(list)
+        for index, spec in enumerate(self.specs):
+            for key in spec.tied:
+                holders[key].append(index)
+        ties = []
+        for key, indices in holders.items():
+            if len(indices) == 1:
+                raise UsageError(
+                    f"tied key {key!r} is on one layer only, {indices[0]} ({self.specs[indices[0]]}): name it on the other too"
+                )
+            stages = tuple(s for s, run in enumerate(self.stages) if any(index in run for index in indices))
+            here = [index for index in indices if index in self.layers]
+            if not here:
+                continue
+            shared = self._first_value(key, indices[0])
+            for index in here:
+                _replace(self.get_submodule(str(index)), self.specs[index], key, shared)
+            if len(stages) > 1:
+                canonical, name = (f"{i}.{self.specs[i].tied[key]}" for i in (indices[0], here[0]))
+                ties.append(Tied(key, canonical, stages, name))
+        return tuple(ties)
+
+    def _first_value(self, key: str, index: int) -> nn.Parameter:
+        """Return the parameter of layer `index`: its own where it lives here, else a copy drawn once more from the
+        same seed.
+        """
+        layer = self.get_submodule(str(index)) if index in self.layers else _build(self.specs, index, self.mesh.seed)
+        return _parameter(layer, self.specs[index], key)
+
+
+def _build(specs: Sequence[LayerSpec], index: int, seed: int) -> nn.Module:
+    with random_stream(stream_seed("layer", seed, index), torch.device("cpu")), torch.device("cpu"):
+        return specs[index].build()
+
+
+def _parameter(layer: nn.Module, spec: LayerSpec, key: str) -> nn.Parameter:
+    path = spec.tied[key]
+    known = dict(layer.named_parameters(remove_duplicate=False))
+    if path not in known:
+        raise UsageError(f"tied key {key!r}: {spec} has no parameter {path!r}{did_you_mean(path, known)}")
+    return known[path]
+
+
+def _replace(layer: nn.Module, spec: LayerSpec, key: str, shared: nn.Parameter) -> None:
+    own = _parameter(layer, spec, key)
+    if own.shape != shared.shape or own.dtype != shared.dtype:
+        raise UsageError(
+            f"tied key {key!r}: {spec}'s {spec.tied[key]} is {own.dtype} {tuple(own.shape)}, the first layer's is {shared.dtype} {tuple(shared.shape)}"
+        )
+    owner, _, name = spec.tied[key].rpartition(".")
+    layer.get_submodule(owner)._parameters[name] = shared
+
+
+def _cut(specs: Sequence[LayerSpec], stages: int, balance: str | Sequence[int]) -> tuple[range, ...]:
+    if not isinstance(balance, str):
+        return partition.explicit(balance, len(specs), stages)
+    if balance not in _BALANCES:
+        raise UsageError(
+            f"balance={balance!r}{did_you_mean(balance, _BALANCES)}: choose {', '.join(_BALANCES)}, or layers for each stage"
+        )
+    if balance == "uniform" or stages == 1 or len(specs) < stages:
+        return partition.uniform(len(specs), stages)
+    return partition.by_cost([_cost(spec, index) for index, spec in enumerate(specs)], stages)
+
+
+def _cost(spec: LayerSpec, index: int) -> float:
+    """Count the elements that a layer multiplies with: its parameters of two or more dims, tables that are looked up
+    excepted.
+    """
+    if spec.cost is not None:
+        return spec.cost
+    try:
+        with torch.device("meta"):
+            layer = spec.build()
+    except Exception as error:
+        raise UsageError(
+            f"balance='compute' builds every layer on the meta device to count its work, but layer {index} ({spec}) cannot be: "
+            f"{type(error).__name__}: {error}. Give LayerSpec(cost=...), or balance='uniform'"
+        ) from error
+    tables = {id(m.weight) for m in layer.modules() if isinstance(m, nn.Embedding) or getattr(m, "is_table", False)}
+    return float(sum(p.numel() for p in layer.parameters() if p.dim() >= 2 and id(p) not in tables))

@@ -1,0 +1,260 @@
+"""One optimizer step over a model on any layout: microbatches, pipeline schedule, loss, gradients, clipping, update.
+
+The one rule for averages: losses are sums with counts; the sum over all microbatches and data ranks is divided by the
+global count once, for the reported loss and for the gradients. So neither microbatches nor ranks with fewer counted
+rows weigh more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from engine.comm.mesh import Mesh
+from engine.device import exact_dtype, random_stream, stream_seed
+from engine.errors import LayoutError, UsageError
+from engine.pipeline import PipelineModel
+from engine.pipeline.executor import Executor, Microbatch
+from engine.pipeline.schedule import Schedule, forward_only, program, schedule_named
+from engine.zero import ZeroOptimizer
+
+Loss = Callable[[Any, Any], tuple[Tensor, Any]]
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one training step did; 0-d tensors, equal on every rank."""
+
+    loss: Tensor
+    """Sum of the losses over the global batch, divided by `tokens`; 0 when nothing is counted."""
+    grad_norm: Tensor
+    """Global 2-norm of the divided gradients, before clipping."""
+    tokens: Tensor
+    """The global count: what the loss function counted, over all microbatches and data ranks."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What one evaluation found; 0-d tensors, equal on every rank. `loss` and `tokens` as in StepResult."""
+
+    loss: Tensor
+    tokens: Tensor
+
+
+class TrainStep:
+    """Runs training steps, evaluations and predictions of one model. Every rank of the mesh must make the same calls."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: ZeroOptimizer,
+        loss: Loss,
+        mesh: Mesh,
+        *,
+        microbatches: int = 1,
+        schedule: str = "1f1b",
+        clip_grad_norm: float | None = None,
+    ) -> None:
+        """model: a PipelineModel, or any module where pipeline = 1. loss(output, target): returns (sum, count), a 0-d
+        sum over the rows it counts and how many those are (a number or 0-d tensor). microbatches: equal parts of this
+        data rank's rows, run one by one. clip_grad_norm: clip gradients to this global 2-norm.
+
+        Raises UsageError on every rank for options that cannot work or differ between the ranks.
+        """
+        if not isinstance(microbatches, int) or isinstance(microbatches, bool) or microbatches < 1:
+            raise UsageError(f"microbatches={microbatches!r}: a step has at least 1")
+        if clip_grad_norm is not None and not clip_grad_norm > 0:
+            raise UsageError(
+                f"clip_grad_norm={clip_grad_norm!r}: gradients are clipped to a norm above 0; None leaves them as they are"
+            )
+        if mesh.layout.pipeline > 1 and not isinstance(model, PipelineModel):
+            raise UsageError(
+                f"pipeline({mesh.layout.pipeline}) needs a PipelineModel, got {type(model).__name__}: list its layers as LayerSpecs"
+            )
+        self._schedule: Schedule = schedule_named(schedule)
+        options = {"microbatches": microbatches, "schedule": schedule, "clip_grad_norm": clip_grad_norm}
+        mesh.world.check_equal("TrainStep's options", options)
+        self.model, self.optimizer, self.loss, self.mesh = model, optimizer, loss, mesh
+        self.microbatches, self.clip_grad_norm = microbatches, clip_grad_norm
+        self._executor = Executor(model, mesh.pipeline, mesh.device)
+        self._steps = 0
+
+    def __call__(self, inputs: Any, targets: Any) -> StepResult:
+        """Train on one batch: forward and backward of every microbatch, one gradient reduction, one update.
+
+        inputs, targets: this data rank's rows (dim 0 of every tensor), equal on all its tensor and pipeline ranks;
+        moved to the mesh's device. Inputs go to the first layer: a tensor as it is, a tuple as *args, a dict as
+        **kwargs. Inside, torch's generators run on a stream of (seed, data rank, stage, step); afterwards they are as
+        before.
+
+        Raises LayoutError for rows that do not divide by the microbatches.
+        """
+        batches = self._even_microbatches(inputs, targets)
+        self.optimizer.zero_grad()
+        sums = self._no_sums()
+
+        def finish(output: Any, i: int) -> Tensor:
+            total, count = self._call_loss(self.loss, output, batches[i].target)
+            self._add(sums, total, count)
+            return total
+
+        with self._random_stream("step"), torch.enable_grad():
+            self._run(self._schedule, batches, finish)
+        self._steps += 1
+        loss, tokens = self._share(sums)
+        divisor = torch.where(tokens == 0, torch.ones_like(tokens), tokens)
+        grad_norm = self.optimizer.finish_gradients(divisor, self.clip_grad_norm)
+        self.optimizer.step()
+        return StepResult(loss=loss, grad_norm=grad_norm, tokens=tokens)
+
+    def evaluate(self, inputs: Any, targets: Any, loss: Loss | None = None) -> Evaluation:
+        """Return the loss over all data ranks' rows, without gradients, in eval mode; the mode and the generators are
+        put back.
+
+        Rows may be any number, also 0, also different on every data rank. `loss`: another loss function for this call.
+        """
+        batches = self._any_microbatches(inputs, targets, least=0)
+        sums = self._no_sums()
+
+        def finish(output: Any, i: int) -> Tensor:
+            total, count = self._call_loss(loss or self.loss, output, batches[i].target)
+            self._add(sums, total, count)
+            return total
+
+        with self._evaluating():
+            self._run(forward_only, batches, finish)
+        value, tokens = self._share(sums)
+        return Evaluation(loss=value, tokens=tokens)
+
+    def predict(self, inputs: Any) -> Tensor:
+        """Return what the last stage returns for this data rank's rows, on every pipeline rank, without gradients, in
+        eval mode.
+
+        Any number of rows. An output that is sharded over the tensor axis stays so: `mesh.tensor.all_gather(output,
+        dim=-1)`. Only the data rank's own tensor and pipeline ranks must call it. Raises UsageError when the model's
+        output is not one tensor.
+        """
+        batches = self._any_microbatches(inputs, None, least=1)
+        outputs: list[Tensor] = []
+
+        def finish(output: Any, i: int) -> Tensor:
+            if not isinstance(output, Tensor):
+                raise UsageError(
+                    f"predict joins one tensor over the microbatches, the model returned {type(output).__name__}"
+                )
+            outputs.append(output)
+            return output
+
+        with self._evaluating():
+            self._run(forward_only, batches, finish)
+            pipeline = self.mesh.pipeline
+            last = pipeline.size - 1
+            joined = torch.cat(outputs) if outputs else None
+            shape, dtype = pipeline.broadcast_object((joined.shape, joined.dtype) if joined is not None else None, last)
+            result = torch.empty(shape, dtype=dtype, device=self.mesh.device) if joined is None else joined
+            return pipeline.broadcast(result, last)
+
+    # ---- inside ----------------------------------------------------------------------------------------------------
+
+    def _run(self, schedule: Schedule, batches: Sequence[Microbatch], finish: Callable[[Any, int], Tensor]) -> None:
+        pipeline = self.mesh.pipeline
+        self._executor.run(program(schedule, pipeline.size, len(batches), pipeline.rank), batches, finish)
+
+    def _call_loss(self, loss: Loss, output: Any, target: Any) -> tuple[Tensor, Any]:
+        result = loss(output, target)
+        if not (
+            isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], Tensor) and result[0].dim() == 0
+        ):
+            raise UsageError(
+                "the loss function must return (sum, count): a 0-d tensor, not a mean, and how many rows it counts"
+            )
+        return result
+
+    def _no_sums(self) -> Tensor:
+        return torch.zeros(2, dtype=exact_dtype(self.mesh.device), device=self.mesh.device)
+
+    def _add(self, sums: Tensor, total: Tensor, count: Any) -> None:
+        sums[0] += total.detach()
+        sums[1] += count.detach() if isinstance(count, Tensor) else count
+
+    def _share(self, sums: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the global loss and count. Of each data rank's equal sums, the last stage's tensor rank 0 gives one."""
+        if not (self._executor.is_last and self.mesh.tensor.rank == 0):
+            sums.zero_()
+        total, count = self.mesh.world.all_reduce(sums)
+        return torch.where(count == 0, torch.zeros_like(total), total / count), count
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        modes = [(module, module.training) for module in self.model.modules()]
+        self.model.eval()
+        try:
+            with torch.no_grad(), self._random_stream("evaluate"):
+                yield
+        finally:
+            for module, training in modes:
+                module.training = training
+
+    @contextmanager
+    def _random_stream(self, purpose: str) -> Iterator[None]:
+        here = self.mesh.coordinate
+        with random_stream(
+            stream_seed(purpose, self.mesh.seed, here.data, here.pipeline, self._steps), self.mesh.device
+        ):
+            yield
+
+    def _even_microbatches(self, inputs: Any, targets: Any) -> list[Microbatch]:
+        rows = _rows(inputs, targets)
+        if rows % self.microbatches:
+            raise LayoutError(
+                f"a batch of {rows} rows does not divide into {self.microbatches} microbatches: give each data rank a multiple of "
+                f"{self.microbatches} rows, or choose microbatches that divide {rows}"
+            )
+        return self._split(inputs, targets, [rows // self.microbatches] * self.microbatches)
+
+    def _any_microbatches(self, inputs: Any, targets: Any, least: int) -> list[Microbatch]:
+        """Cut into at most `microbatches` parts that differ by at most one row."""
+        rows = _rows(inputs, targets)
+        parts = max(min(self.microbatches, rows), least)
+        return self._split(inputs, targets, [rows // parts + (i < rows % parts) for i in range(parts)])
+
+    def _split(self, inputs: Any, targets: Any, sizes: list[int]) -> list[Microbatch]:
+        batches = []
+        start = 0
+        for size in sizes:
+            part = _map(inputs, lambda x, at=start, n=size: x[at : at + n].to(self.mesh.device))
+            target = _map(targets, lambda x, at=start, n=size: x[at : at + n].to(self.mesh.device))
+            args = part if isinstance(part, tuple) else () if isinstance(part, dict) else (part,)
+            kwargs = part if isinstance(part, dict) else {}
+            signature = repr(_map(inputs, lambda x, n=size: (n, *x.shape[1:], x.dtype)))
+            batches.append(Microbatch(args, kwargs, target, signature))
+            start += size
+        return batches
+
+
+def _map(tree: Any, function: Callable[[Tensor], Any]) -> Any:
+    """Apply `function` to every tensor with rows in nested tuples, lists and dicts; other values pass through."""
+    if isinstance(tree, Tensor):
+        return function(tree) if tree.dim() else tree
+    if isinstance(tree, dict):
+        return {key: _map(value, function) for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return type(tree)(_map(value, function) for value in tree)
+    return tree
+
+
+def _rows(inputs: Any, targets: Any) -> int:
+    found: list[int] = []
+    _map((inputs, targets), lambda x: found.append(x.shape[0]))
+    if not found:
+        raise UsageError("the inputs and targets hold no tensor with rows")
+    if len(set(found)) > 1:
+        raise UsageError(
+            f"inputs and targets have different numbers of rows: {found}: dim 0 of every tensor counts this data rank's rows"
+        )
+    return found[0]

@@ -1,0 +1,359 @@
+"""Data parallelism with sharded optimizer state: reduce gradients in buckets, step this rank's shard, gather
+parameters.
+
+Stage 0 is plain data parallelism: gradients all-reduced, everything updated everywhere. Stage 1 reduce-scatters the
+gradients and keeps optimizer state for a shard only; stage 2 also keeps only that shard of the gradients. Method:
+ZeRO, arXiv:1910.02054.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from engine.comm.full import full_tensors
+from engine.comm.mesh import Mesh
+from engine.errors import UsageError
+from engine.placement import Tied, placements_of, ties_of
+from engine.zero.buckets import FlatBucket
+from engine.zero.norm import clip_factor, global_norm
+from engine.zero.plan import ParameterInfo, plan_buckets
+from engine.zero.ties import share
+
+Named = tuple[str, nn.Parameter]
+# Their update of an element depends on other elements, or they need gradients that a bucket does not carry.
+_NOT_ELEMENTWISE = frozenset({"LBFGS", "Muon", "Adafactor", "SparseAdam"})
+_MIB = 2**20
+
+
+class ZeroOptimizer(torch.optim.Optimizer):
+    """A torch optimizer over the shards of a model. torch's LR schedulers work on it.
+
+    The model's parameters become views of flat memory, and stay the same objects. A training step is: backward any
+    number of times, then `finish_gradients`, `step`, `zero_grad`; all three are collective over the mesh. A parameter
+    that took no part in backward has a zero gradient and is stepped with it.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer_class: type[torch.optim.Optimizer],
+        mesh: Mesh,
+        *,
+        groups: Sequence[Mapping[str, Any]] | None = None,
+        stage: int = 2,
+        bucket_mib: float = 25,
+        **optimizer_kwargs: Any,
+    ) -> None:
+        """Every rank of the mesh must call it, with models equal in names, shapes and order over the data and tensor
+        axes.
+
+        Parameters and buffers take data rank 0's values, parameters replicated over the tensor axis also tensor rank
+        0's.
+
+        groups: torch's parameter groups, `params` a list of (name, parameter); together every parameter that requires
+        a gradient. None: all in one. stage: 0, 1 or 2, see above. bucket_mib: MiB of gradients that are reduced
+        together. optimizer_kwargs: of `optimizer_class`, whose update must be elementwise.
+
+        Raises UsageError on every rank for a model, groups or options that do not fit, or that differ between ranks.
+        """
+        if stage not in (0, 1, 2):
+            raise UsageError(f"stage={stage!r}: ZeRO stages are 0, 1 and 2")
+        if not bucket_mib > 0:
+            raise UsageError(f"bucket_mib={bucket_mib!r}: a bucket needs a size above 0 MiB")
+        if optimizer_class.__name__ in _NOT_ELEMENTWISE:
+            raise UsageError(
+                f"{optimizer_class.__name__} does not update each element by itself, so a shard of it is not a part of it"
+            )
+        self._mesh, self._model, self._stage = mesh, model, stage
+        named_groups = _named_groups(model, groups)
+        _check_same(
+            mesh, model, named_groups, optimizer_class, {"stage": stage, "bucket_mib": bucket_mib, **optimizer_kwargs}
+        )
+        self._named = [each for _, members in named_groups for each in members]
+        parameters = [parameter for _, parameter in self._named]
+        self._placements = placements_of(model)
+        self._ties = _own_ties(model, self._named)
+        _broadcast(model, self._placements, self._ties, mesh)
+        infos = [
+            ParameterInfo(name, parameter.numel(), parameter.dtype, group, self._is_counted(name))
+            for group, (_, members) in enumerate(named_groups)
+            for name, parameter in members
+        ]
+        self._infos = infos
+        plans = plan_buckets(infos, bucket_mib * _MIB, mesh.data.size)
+        self._buckets = [FlatBucket(plan, parameters, mesh.data, mesh.device, stage=stage) for plan in plans]
+        self._inner = self._make_inner(optimizer_class, named_groups, optimizer_kwargs)
+        self._phase = "collecting"
+        outer = [
+            {**_options(group), "params": [p for _, p in members]}
+            for group, (_, members) in zip(self._inner.param_groups, named_groups, strict=True)
+        ]
+        super().__init__(outer, self._inner.defaults)
+        self._ready = True
+
+    # ---- one step --------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def finish_gradients(self, divisor: float | Tensor = 1.0, max_norm: float | None = None) -> Tensor:
+        """Sum the gradients over the data axis, divide them by `divisor` once, clip them, and return the norm before
+        clipping.
+
+        divisor: a number or 0-d tensor, equal on every rank; `mesh.data.size` gives DDP's mean. max_norm: clip to
+        this global 2-norm, None: do not. Returns a 0-d tensor, equal on every rank. Every rank of the mesh must call
+        it, once, after its last backward. Raises UsageError when it was already called for this step, or `zero_grad`
+        was not since the last.
+        """
+        if self._phase == "finished":
+            raise UsageError("finish_gradients was already called for this step: call step() and zero_grad() first")
+        if self._phase == "stepped":
+            raise UsageError("the last step's gradients are still there: call zero_grad() before the next backward")
+        if max_norm is not None and not max_norm > 0:
+            raise UsageError(
+                f"max_norm={max_norm!r}: gradients are clipped to a norm above 0; None leaves them as they are"
+            )
+        for bucket in self._buckets:
+            bucket.adopt_gradients()
+        self._sum_partial()
+        for tie, parameter in self._ties:
+            share(tie, _gradient(parameter), self._mesh.pipeline, "sum")
+        self._reduce()
+        norm = global_norm(self._counted_parts(), self._mesh.world) / divisor
+        scale = divisor if max_norm is None else divisor / clip_factor(norm, max_norm)
+        for bucket in self._buckets:
+            bucket.reduced.div_(scale)
+        self._phase = "finished"
+        return norm
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update the parameters from the finished gradients. Every rank of the mesh must call it.
+
+        Raises UsageError before `finish_gradients`, and for a closure.
+        """
+        if closure is not None:
+            raise UsageError("step takes no closure: gradients must be finished on every rank before it")
+        if self._phase != "finished":
+            raise UsageError("step() before finish_gradients(): the gradients are still each rank's own")
+        for ours, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
+            inner.update(_options(ours))
+        self._inner.step()
+        if self._stage > 0:
+            for work in [bucket.start_gather() for bucket in self._buckets]:
+                work.wait()
+        torch.autograd.graph.increment_version([parameter for _, parameter in self._named])
+        self._phase = "stepped"
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop all gradients. Nothing is sent. Gradients that live in buckets are zeroed there, whatever
+        `set_to_none` says.
+        """
+        for bucket in self._buckets:
+            bucket.zero_gradients()
+        self._phase = "collecting"
+
+    # ---- to look at ------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def full_gradients(self) -> dict[str, Tensor]:
+        """Return the finished gradients by full name, at full size, as CPU copies on every rank: summed, divided,
+        clipped.
+
+        A tied parameter appears once, under its first name. Every rank of the mesh must call it, between
+        `finish_gradients` and `step`; raises UsageError at any other time.
+        """
+        if self._phase != "finished":
+            raise UsageError(
+                "full_gradients() works after finish_gradients() and before step(): at other times they are not whole"
+            )
+        local: dict[str, Tensor] = {}
+        for bucket in self._buckets:
+            whole = bucket.whole_gradients()
+            for parameter, each in bucket.parameters:
+                local[self._named[each.index][0]] = whole[each.start : each.stop].view(parameter.shape)
+        for tie, _ in self._ties:
+            if self._mesh.pipeline.rank != tie.stages[0]:
+                del local[tie.name]
+        order = [name for name, _ in self._model.named_parameters() if name in local]
+        return full_tensors({name: local[name] for name in order}, self._placements, self._mesh)
+
+    def parameters_replaced(self, model: nn.Module) -> None:
+        """Take notice that `model`'s parameters were given new values, by `load_full_state_dict`.
+
+        Raises UsageError when the optimizer was built over another model, or between `finish_gradients` and `step`,
+        where the gradients of the old values would be applied to the new.
+        """
+        if model is not self._model:
+            raise UsageError("optimizer= was built over another model than the one that is loaded")
+        if self._phase == "finished":
+            raise UsageError(
+                "loading between finish_gradients() and step() would apply old gradients to new weights: step first"
+            )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Not after construction: buckets and shards are laid out once. Raises UsageError."""
+        if getattr(self, "_ready", False):
+            raise UsageError("groups are fixed at construction: pass groups= to ZeroOptimizer")
+        super().add_param_group(param_group)
+
+    def state_dict(self) -> NoReturn:
+        """The state is in shards that fit this layout alone. Raises UsageError."""
+        raise UsageError(
+            "the optimizer's state is sharded over this layout and cannot be saved as one dict: save engine.full_state_dict(model, mesh)"
+        )
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """See `state_dict`. Raises UsageError."""
+        raise UsageError("the optimizer's state is sharded over this layout and cannot be loaded from one dict")
+
+    # ---- inside ----------------------------------------------------------------------------------------------------
+
+    def _is_counted(self, name: str) -> bool:
+        """Whether this tensor and pipeline position counts the parameter in the norm."""
+        if self._placements[name].dim is None and self._mesh.tensor.rank != 0:
+            return False
+        return all(tie.name != name or tie.stages[0] == self._mesh.pipeline.rank for tie, _ in self._ties)
+
+    def _make_inner(
+        self,
+        optimizer_class: type[torch.optim.Optimizer],
+        named_groups: Sequence[tuple[dict[str, Any], list[Named]]],
+        kwargs: dict[str, Any],
+    ) -> torch.optim.Optimizer:
+        """Build the user's optimizer over the runs of elements that this rank updates, each of one parameter group."""
+        members: list[list[Tensor]] = [[] for _ in named_groups]
+        for bucket in self._buckets:
+            bounds = (0, bucket.plan.used) if self._stage == 0 else (bucket.start, bucket.stop)
+            for run in bucket.plan.ranges(*bounds, key=lambda index: self._infos[index].group):
+                part = bucket.flat[run.start : run.stop].detach()
+                part.grad = bucket.gradient(run.start, run.stop)
+                assert isinstance(run.key, int)
+                members[run.key].append(part)
+        accepted = inspect.signature(optimizer_class).parameters
+        if "foreach" in accepted and not {"foreach", "fused"} & kwargs.keys():
+            # The runs are few and long. torch's own choice would also wake an NPU from a CPU run.
+            kwargs = {**kwargs, "foreach": False}
+        groups = [{**options, "params": parts} for (options, _), parts in zip(named_groups, members, strict=True)]
+        return optimizer_class(groups, **kwargs)
+
+    def _sum_partial(self) -> None:
+        """Sum over the tensor axis the gradients that are each rank's part of one."""
+        if self._mesh.tensor.size == 1:
+            return
+        partial = [_gradient(p) for name, p in self._named if self._placements[name].gradient == "sum"]
+        for dtype in dict.fromkeys(gradient.dtype for gradient in partial):
+            of_dtype = [gradient for gradient in partial if gradient.dtype == dtype]
+            flat = self._mesh.tensor.all_reduce(torch.cat([gradient.reshape(-1) for gradient in of_dtype]))
+            for gradient, total in zip(of_dtype, flat.split([g.numel() for g in of_dtype]), strict=True):
+                gradient.copy_(total.view(gradient.shape))
+
+    def _reduce(self) -> None:
+        """Sum every bucket over the data axis, in the plan's order. Kept gradients fly together; borrowed memory is
+        used in turn.
+        """
+        if all(bucket.keep_gradients for bucket in self._buckets):
+            for work in [bucket.start_reduction(None) for bucket in self._buckets]:
+                work.wait()
+            return
+        largest: dict[torch.dtype, int] = {}
+        for bucket in self._buckets:
+            largest[bucket.plan.dtype] = max(largest.get(bucket.plan.dtype, 0), bucket.plan.numel)
+        borrowed = {dtype: torch.empty(n, dtype=dtype, device=self._mesh.device) for dtype, n in largest.items()}
+        for bucket in self._buckets:
+            bucket.start_reduction(borrowed[bucket.plan.dtype]).wait()
+
+    def _counted_parts(self) -> Iterable[Tensor]:
+        for bucket in self._buckets:
+            for run in bucket.plan.ranges(bucket.start, bucket.stop, key=lambda index: self._infos[index].counted):
+                if run.key:
+                    yield bucket.gradient(run.start, run.stop)
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    """Return the gradient; a parameter without one gets zeros."""
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    return parameter.grad
+
+
+def _named_groups(
+    model: nn.Module, groups: Sequence[Mapping[str, Any]] | None
+) -> list[tuple[dict[str, Any], list[Named]]]:
+    """Return (options, members) of every group, after checking that they hold each trainable parameter exactly once."""
+    trainable = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
+    if groups is None:
+        return [({}, [(name, p) for name, p in model.named_parameters() if p.requires_grad])]
+    placed: set[int] = set()
+    result = []
+    for number, group in enumerate(groups):
+        members: list[Named] = []
+        for each in group["params"]:
+            if not (isinstance(each, tuple) and len(each) == 2):
+                raise UsageError(
+                    f"group {number}: params are (name, parameter) pairs, as model.named_parameters() gives them"
+                )
+            name, parameter = each
+            if not parameter.requires_grad:
+                continue
+            if id(parameter) not in trainable:
+                raise UsageError(f"group {number}: {name!r} is no parameter of the model")
+            if id(parameter) in placed:
+                raise UsageError(f"group {number}: {name!r} is in two groups")
+            placed.add(id(parameter))
+            members.append((trainable[id(parameter)], parameter))
+        result.append((_options(group), members))
+    left = [name for key, name in trainable.items() if key not in placed]
+    if left:
+        raise UsageError(
+            f"{len(left)} parameters require a gradient but are in no group, the first is {left[0]!r}: add them, or freeze them"
+        )
+    return result
+
+
+def _check_same(
+    mesh: Mesh,
+    model: nn.Module,
+    groups: Sequence[tuple[dict[str, Any], list[Named]]],
+    optimizer_class: type[torch.optim.Optimizer],
+    options: dict[str, Any],
+) -> None:
+    """Refuse, on every rank, options or models that differ between the ranks."""
+    plain = (bool, int, float, str, tuple, type(None))
+    settings = {key: value for key, value in options.items() if isinstance(value, plain)}
+    mesh.world.check_equal("ZeroOptimizer's options", (optimizer_class.__name__, sorted(settings.items())))
+    shapes = [[(name, tuple(p.shape), str(p.dtype)) for name, p in members] for _, members in groups]
+    others = [(name, tuple(b.shape)) for name, b in model.named_buffers()]
+    for comm in (mesh.data, mesh.tensor):
+        comm.check_equal("the model's parameters", (shapes, others))
+
+
+def _own_ties(model: nn.Module, named: Sequence[Named]) -> list[tuple[Tied, nn.Parameter]]:
+    """Return the trainable ties, under the names that this stage's parameters go by."""
+    names = {id(parameter): name for name, parameter in named}
+    found = [(tie, model.get_parameter(tie.name)) for tie in ties_of(model)]
+    return [(replace(tie, name=names[id(p)]), p) for tie, p in found if id(p) in names]
+
+
+@torch.no_grad()
+def _broadcast(
+    model: nn.Module, placements: Mapping[str, Any], ties: Sequence[tuple[Tied, nn.Parameter]], mesh: Mesh
+) -> None:
+    """Make all copies equal: tensor rank 0's of replicated parameters, the first stage's of tied ones, then data rank
+    0's of all.
+    """
+    for name, parameter in model.named_parameters():
+        if placements[name].dim is None:
+            mesh.tensor.broadcast(parameter, 0)
+    for tie, parameter in ties:
+        share(tie, parameter, mesh.pipeline, "copy")
+    for tensor in (*model.parameters(), *model.buffers()):
+        mesh.data.broadcast(tensor, 0)

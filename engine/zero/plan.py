@@ -1,0 +1,106 @@
+"""Where every parameter slice lies: buckets of whole parameters, cut into one equal shard for each data rank. Pure.
+
+Parameters fill buckets in their order, a bucket for each dtype at a time; a bucket is closed before it would pass the
+size limit (a larger parameter has one of its own) and padded until it divides by the data axis. Equal inputs give
+equal plans on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class ParameterInfo:
+    """What the plan needs of one parameter."""
+
+    name: str
+    numel: int
+    dtype: torch.dtype
+    group: int
+    """Index of its parameter group."""
+    counted: bool
+    """Whether this rank counts it in the gradient norm: every parameter is counted by exactly one tensor and pipeline
+    position.
+    """
+
+
+@dataclass(frozen=True)
+class Slice:
+    """One parameter's place in a bucket, in elements."""
+
+    index: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Range:
+    """A run of elements of a bucket that share a key."""
+
+    start: int
+    stop: int
+    key: Hashable
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Parameters that are reduced and gathered together."""
+
+    dtype: torch.dtype
+    slices: tuple[Slice, ...]
+    shard: int
+    """Elements of each data rank's shard."""
+    shards: int
+    """Number of data ranks."""
+
+    @property
+    def numel(self) -> int:
+        """Elements with padding."""
+        return self.shard * self.shards
+
+    @property
+    def used(self) -> int:
+        """Elements without padding."""
+        return self.slices[-1].stop
+
+    def bounds(self, rank: int) -> tuple[int, int]:
+        """Return where data rank `rank`'s shard starts and stops."""
+        return rank * self.shard, (rank + 1) * self.shard
+
+    def ranges(self, start: int, stop: int, key: Callable[[int], Hashable]) -> tuple[Range, ...]:
+        """Return the used elements of [start, stop) as runs of equal `key(parameter index)`, neighbours joined."""
+        found: list[Range] = []
+        for each in self.slices:
+            low, high = max(start, each.start), min(stop, each.stop)
+            if low >= high:
+                continue
+            if found and found[-1].stop == low and found[-1].key == key(each.index):
+                found[-1] = Range(found[-1].start, high, found[-1].key)
+            else:
+                found.append(Range(low, high, key(each.index)))
+        return tuple(found)
+
+
+def plan_buckets(parameters: Sequence[ParameterInfo], bucket_bytes: float, shards: int) -> tuple[Bucket, ...]:
+    """Lay `parameters` out in buckets of at most `bucket_bytes` each, for `shards` data ranks."""
+    buckets: list[Bucket] = []
+    filling: dict[torch.dtype, list[Slice]] = {}
+
+    def close(dtype: torch.dtype) -> None:
+        slices = filling.pop(dtype)
+        buckets.append(Bucket(dtype, tuple(slices), -(-slices[-1].stop // shards), shards))
+
+    for index, parameter in enumerate(parameters):
+        slices = filling.get(parameter.dtype)
+        if slices and (slices[-1].stop + parameter.numel) * parameter.dtype.itemsize > bucket_bytes:
+            close(parameter.dtype)
+        slices = filling.setdefault(parameter.dtype, [])
+        start = slices[-1].stop if slices else 0
+        slices.append(Slice(index, start, start + parameter.numel))
+    for dtype in list(filling):
+        close(dtype)
+    return tuple(buckets)
