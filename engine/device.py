@@ -88,7 +88,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def stream_seed(*parts: object) -> int:
-    """Return a 63-bit seed made of `parts`: equal parts give an equal seed on every machine, others an unrelated one."""
+    """Return a 63-bit seed made of `parts`: equal on every machine for equal parts, unrelated for others."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 

@@ -62,8 +62,8 @@ class Layout:
         if self.data == -1:
             if world_size % model:
                 raise LayoutError(
-                    f"pipeline({self.pipeline}) x tensor({self.tensor}) = {model} ranks hold one replica, which does not "
-                    f"divide the {world_size} that were started: start a multiple of {model}"
+                    f"pipeline({self.pipeline}) x tensor({self.tensor}) = {model} ranks hold one replica, which does "
+                    f"not divide the {world_size} that were started: start a multiple of {model}"
                 )
             return replace(self, data=world_size // model)
         if self.world_size != world_size:

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -47,7 +49,7 @@ class Evaluation:
 
 
 class TrainStep:
-    """Runs training steps, evaluations and predictions of one model. Every rank of the mesh must make the same calls."""
+    """Training steps, evaluations and predictions of one model. Every rank of the mesh must make the same calls."""
 
     def __init__(
         self,
@@ -70,11 +72,12 @@ class TrainStep:
             raise UsageError(f"microbatches={microbatches!r}: a step has at least 1")
         if clip_grad_norm is not None and not clip_grad_norm > 0:
             raise UsageError(
-                f"clip_grad_norm={clip_grad_norm!r}: gradients are clipped to a norm above 0; None leaves them as they are"
+                f"clip_grad_norm={clip_grad_norm!r}: gradients are clipped to a norm above 0; None does not clip"
             )
         if mesh.layout.pipeline > 1 and not isinstance(model, PipelineModel):
             raise UsageError(
-                f"pipeline({mesh.layout.pipeline}) needs a PipelineModel, got {type(model).__name__}: list its layers as LayerSpecs"
+                f"pipeline({mesh.layout.pipeline}) needs a PipelineModel, got {type(model).__name__}: "
+                f"list its layers as LayerSpecs"
             )
         self._schedule: Schedule = schedule_named(schedule)
         options = {"microbatches": microbatches, "schedule": schedule, "clip_grad_norm": clip_grad_norm}
@@ -142,7 +145,7 @@ class TrainStep:
         batches = self._any_microbatches(inputs, None, least=1)
         outputs: list[Tensor] = []
 
-        def finish(output: Any, i: int) -> Tensor:
+        def finish(output: Any, _i: int) -> Tensor:
             if not isinstance(output, Tensor):
                 raise UsageError(
                     f"predict joins one tensor over the microbatches, the model returned {type(output).__name__}"
@@ -183,7 +186,7 @@ class TrainStep:
         sums[1] += count.detach() if isinstance(count, Tensor) else count
 
     def _share(self, sums: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the global loss and count. Of each data rank's equal sums, the last stage's tensor rank 0 gives one."""
+        """Return the global loss and count. Of equal sums in one data rank, the last stage's tensor rank 0 gives it."""
         if not (self._executor.is_last and self.mesh.tensor.rank == 0):
             sums.zero_()
         total, count = self.mesh.world.all_reduce(sums)
@@ -212,8 +215,8 @@ class TrainStep:
         rows = _rows(inputs, targets)
         if rows % self.microbatches:
             raise LayoutError(
-                f"a batch of {rows} rows does not divide into {self.microbatches} microbatches: give each data rank a multiple of "
-                f"{self.microbatches} rows, or choose microbatches that divide {rows}"
+                f"a batch of {rows} rows does not divide into {self.microbatches} microbatches: give each data rank "
+                f"a multiple of {self.microbatches} rows, or choose microbatches that divide {rows}"
             )
         return self._split(inputs, targets, [rows // self.microbatches] * self.microbatches)
 
@@ -223,18 +226,24 @@ class TrainStep:
         parts = max(min(self.microbatches, rows), least)
         return self._split(inputs, targets, [rows // parts + (i < rows % parts) for i in range(parts)])
 
-    def _split(self, inputs: Any, targets: Any, sizes: list[int]) -> list[Microbatch]:
+    def _split(self, inputs: Any, targets: Any, sizes: Sequence[int]) -> list[Microbatch]:
+        """Move the rows to the mesh's device and cut them into consecutive parts of `sizes` rows."""
+        here = _map((inputs, targets), lambda x: x.to(self.mesh.device))
+        signatures = {size: repr(_map(inputs, partial(_signature, rows=size))) for size in set(sizes)}
         batches = []
-        start = 0
-        for size in sizes:
-            part = _map(inputs, lambda x, at=start, n=size: x[at : at + n].to(self.mesh.device))
-            target = _map(targets, lambda x, at=start, n=size: x[at : at + n].to(self.mesh.device))
+        for start, size in zip(accumulate(sizes, initial=0), sizes, strict=False):
+            part, target = _map(here, partial(_narrow, start=start, rows=size))
             args = part if isinstance(part, tuple) else () if isinstance(part, dict) else (part,)
-            kwargs = part if isinstance(part, dict) else {}
-            signature = repr(_map(inputs, lambda x, n=size: (n, *x.shape[1:], x.dtype)))
-            batches.append(Microbatch(args, kwargs, target, signature))
-            start += size
+            batches.append(Microbatch(args, part if isinstance(part, dict) else {}, target, signatures[size]))
         return batches
+
+
+def _narrow(x: Tensor, start: int, rows: int) -> Tensor:
+    return x[start : start + rows]
+
+
+def _signature(x: Tensor, rows: int) -> tuple[object, ...]:
+    return (x.dtype, rows, *x.shape[1:])
 
 
 def _map(tree: Any, function: Callable[[Tensor], Any]) -> Any:
@@ -244,7 +253,8 @@ def _map(tree: Any, function: Callable[[Tensor], Any]) -> Any:
     if isinstance(tree, dict):
         return {key: _map(value, function) for key, value in tree.items()}
     if isinstance(tree, list | tuple):
-        return type(tree)(_map(value, function) for value in tree)
+        mapped = [_map(value, function) for value in tree]
+        return type(tree)(*mapped) if hasattr(tree, "_fields") else type(tree)(mapped)
     return tree
 
 
@@ -255,6 +265,6 @@ def _rows(inputs: Any, targets: Any) -> int:
         raise UsageError("the inputs and targets hold no tensor with rows")
     if len(set(found)) > 1:
         raise UsageError(
-            f"inputs and targets have different numbers of rows: {found}: dim 0 of every tensor counts this data rank's rows"
+            f"inputs and targets have different numbers of rows, {found}: dim 0 of every tensor is for this rank's rows"
         )
     return found[0]

@@ -73,7 +73,7 @@ def train_plain(
     optimizer: Any = torch.optim.AdamW,
     **options: Any,
 ) -> dict[str, Any]:
-    """Train on the global batches and return what a parallel run must equal: losses, norms, gradients, final weights."""
+    """Train on the global batches and return what a parallel run must equal: losses, norms, gradients, weights."""
     optim = optimizer(model.parameters(), **options)
     result: dict[str, Any] = {"losses": [], "norms": [], "gradients": []}
     for inputs, targets in batches:

@@ -43,7 +43,8 @@ class Case:
     def __str__(self) -> str:
         size = f"d{self.layout.data}p{self.layout.pipeline}t{self.layout.tensor}"
         bucket = "" if self.bucket_mib == 25 else f"-b{self.bucket_mib}"
-        return f"{size}-z{self.stage}-m{self.microbatches}-{'clip' if self.clip else 'free'}-{'tied' if self.tied else 'own'}{bucket}"
+        switches = f"{'clip' if self.clip else 'free'}-{'tied' if self.tied else 'own'}"
+        return f"{size}-z{self.stage}-m{self.microbatches}-{switches}{bucket}"
 
 
 def all_layouts() -> list[Layout]:

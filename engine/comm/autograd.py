@@ -49,11 +49,11 @@ class _IdentityAllReduce(torch.autograd.Function):
 
 class _AllReduceIdentity(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, comm: Communicator) -> Tensor:
+    def forward(_ctx: Any, x: Tensor, comm: Communicator) -> Tensor:
         return _sum(x, comm) if comm.size > 1 else x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+    def backward(_ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return grads[0], None
 
 
@@ -101,31 +101,36 @@ class _SplitAllGather(torch.autograd.Function):
         return ctx.comm.all_gather(grads[0], ctx.dim), None, None
 
 
+def apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:
+    """Apply a custom function of one tensor result. torch leaves `apply` untyped."""
+    return cast(Tensor, function.apply(*args))
+
+
 def identity_all_reduce(x: Tensor, comm: Communicator) -> Tensor:
     """Forward: `x` itself. Backward: the sum of the ranks' gradients. For a replicated input of split work."""
-    return cast(Tensor, _IdentityAllReduce.apply(x, comm))
+    return apply(_IdentityAllReduce, x, comm)
 
 
 def all_reduce_identity(x: Tensor, comm: Communicator) -> Tensor:
     """Forward: the sum of the ranks' `x`, in a new tensor. Backward: the gradient itself."""
-    return cast(Tensor, _AllReduceIdentity.apply(x, comm))
+    return apply(_AllReduceIdentity, x, comm)
 
 
 def all_gather_reduce_scatter(x: Tensor, comm: Communicator, dim: int) -> Tensor:
     """Forward: the ranks' `x` joined along `dim`. Backward: the gradients' sum, each rank its part."""
-    return cast(Tensor, _AllGatherReduceScatter.apply(x, comm, dim))
+    return apply(_AllGatherReduceScatter, x, comm, dim)
 
 
 def reduce_scatter_all_gather(x: Tensor, comm: Communicator, dim: int) -> Tensor:
     """Forward: this rank's part along `dim` of the ranks' sum. Backward: the parts' gradients joined."""
-    return cast(Tensor, _ReduceScatterAllGather.apply(x, comm, dim))
+    return apply(_ReduceScatterAllGather, x, comm, dim)
 
 
 def all_gather_split(x: Tensor, comm: Communicator, dim: int) -> Tensor:
     """Forward: the ranks' `x` joined along `dim`. Backward: this rank's part of its gradient (equal on all ranks)."""
-    return cast(Tensor, _AllGatherSplit.apply(x, comm, dim))
+    return apply(_AllGatherSplit, x, comm, dim)
 
 
 def split_all_gather(x: Tensor, comm: Communicator, dim: int) -> Tensor:
     """Forward: this rank's part of replicated `x` along `dim`. Backward: the parts' gradients joined."""
-    return cast(Tensor, _SplitAllGather.apply(x, comm, dim))
+    return apply(_SplitAllGather, x, comm, dim)

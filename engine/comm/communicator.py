@@ -10,17 +10,29 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, overload
+from typing import Any, Literal, TypeVar, overload
 
 import torch
 from torch import Tensor
 
+from engine.comm.arguments import (
+    average,
+    check_dim,
+    check_peer,
+    check_reduction,
+    check_tensors,
+    on_the_wire,
+    result_like,
+    same_memory,
+    scattered_shape,
+    shape_of,
+    write,
+)
 from engine.comm.transport import TorchTransport, Works
-from engine.device import reducible
-from engine.errors import CommunicationError, DtypeError, EngineError, LayoutError, UsageError, did_you_mean
+from engine.errors import CommunicationError, EngineError, UsageError
 
+_R = TypeVar("_R")
 Op = Literal["sum", "mean", "max", "min", "prod"]
-_OPS = ("sum", "mean", "max", "min", "prod")
 
 
 class Work:
@@ -115,7 +127,7 @@ class Communicator:
         Raises DtypeError for a dtype that the backend does not reduce, UsageError for a wrong call (nothing is sent
         then), CommunicationError when a peer fails or the time limit passes.
         """
-        self._check("all_reduce", x, op)
+        self._check("all_reduce", x, op=op)
         return self._reduce_in_place("all_reduce", x, op, async_op, lambda t, buffer, o: t.all_reduce(buffer, o))
 
     @overload
@@ -124,16 +136,15 @@ class Communicator:
     def broadcast(self, x: Tensor, src: int, *, async_op: Literal[True]) -> Work: ...
     def broadcast(self, x: Tensor, src: int, *, async_op: bool = False) -> Tensor | Work:
         """Fill `x` on every rank with the values of rank `src`; returns it. Any dtype. Raises as `all_reduce`."""
-        self._check("broadcast", x)
-        self._check_peer("broadcast", src, "src")
+        check_peer(self._check("broadcast", x), src, self.size, "src")
         if self.size == 1 or x.numel() == 0:
             return self._local(x, async_op)
         buffer = x if x.is_contiguous() else x.contiguous()
         torch.autograd.graph.increment_version(x)
         return self._start(
-            f"broadcast from {src} of {_shape(x)}",
+            f"broadcast from {src} of {shape_of(x)}",
             lambda t: t.broadcast(buffer, src),
-            lambda: x if buffer is x or self.rank == src else _write(x, buffer),
+            lambda: x if buffer is x or self.rank == src else write(x, buffer),
             (x, buffer),
             async_op,
         )
@@ -146,8 +157,7 @@ class Communicator:
         """Reduce `x` over the group into rank `dst`'s tensor; the others' stay as they were. Returns `x`. Raises as
         `all_reduce`.
         """
-        self._check("reduce", x, op)
-        self._check_peer("reduce", dst, "dst")
+        check_peer(self._check("reduce", x, op=op), dst, self.size, "dst")
         return self._reduce_in_place("reduce", x, op, async_op, lambda t, buffer, o: t.reduce(buffer, dst, o), dst)
 
     # ---- into another tensor ---------------------------------------------------------------------------------------
@@ -169,27 +179,22 @@ class Communicator:
         size at `dim`; it may be this rank's part of `x`. `x` is otherwise unchanged. Raises as `all_reduce`, and
         LayoutError for a dim that does not divide.
         """
-        self._check("reduce_scatter", x, op, (out,))
-        dim = _dim("reduce_scatter", x, dim)
-        if x.shape[dim] % self.size:
-            raise LayoutError(
-                f"{self._label('reduce_scatter')}: dim {dim} of {_shape(x)} does not divide by the group's {self.size} ranks"
-            )
-        shape = list(x.shape)
-        shape[dim] //= self.size
-        result = self._out("reduce_scatter", x, shape, out)
+        label = self._check("reduce_scatter", x, out, op=op)
+        dim = check_dim(label, x, dim)
+        shape = scattered_shape(label, x, dim, self.size)
+        result = result_like(label, x, shape, out)
         if self.size == 1 or x.numel() == 0:
-            return self._local(result if _same(result, x) else _write(result, x), async_op)
-        wire, wire_op = _wire(x.movedim(dim, 0).contiguous(), op)
+            return self._local(result if same_memory(result, x) else write(result, x), async_op)
+        wire, wire_op = on_the_wire(x.movedim(dim, 0).contiguous(), op)
         target = result if dim == 0 and result.is_contiguous() else torch.empty_like(wire[: shape[dim]], dtype=x.dtype)
 
         def finish() -> Tensor:
-            _average(target, op, self.size)
-            return result if target is result else _write(result, target.movedim(0, dim))
+            average(target, op, self.size)
+            return result if target is result else write(result, target.movedim(0, dim))
 
         return self._start(
-            f"reduce_scatter({op}) of {_shape(x)} along dim {dim}",
-            lambda t: t.reduce_scatter(_wire(target, op)[0], wire, wire_op),
+            f"reduce_scatter({op}) of {shape_of(x)} along dim {dim}",
+            lambda t: t.reduce_scatter(on_the_wire(target, op)[0], wire, wire_op),
             finish,
             (wire, target, x),
             async_op,
@@ -209,20 +214,20 @@ class Communicator:
         `x`: the same shape on every rank. `out`: shape of `x` with size * x.shape[dim] at `dim`; `x` may be this
         rank's part of it. Raises as `all_reduce`.
         """
-        self._check("all_gather", x, None, (out,))
-        dim = _dim("all_gather", x, dim)
+        label = self._check("all_gather", x, out)
+        dim = check_dim(label, x, dim)
         shape = list(x.shape)
         shape[dim] *= self.size
-        result = self._out("all_gather", x, shape, out)
+        result = result_like(label, x, shape, out)
         if self.size == 1 or x.numel() == 0:
-            return self._local(result if _same(result, x) else _write(result, x), async_op)
+            return self._local(result if same_memory(result, x) else write(result, x), async_op)
         wire = x.movedim(dim, 0).contiguous()
         direct = dim == 0 and result.is_contiguous()
         target = result if direct else wire.new_empty((self.size * wire.shape[0], *wire.shape[1:]))
         return self._start(
-            f"all_gather of {_shape(x)} along dim {dim}",
+            f"all_gather of {shape_of(x)} along dim {dim}",
             lambda t: t.all_gather(target, wire),
-            lambda: result if direct else _write(result, target.movedim(0, dim)),
+            lambda: result if direct else write(result, target.movedim(0, dim)),
             (wire, target),
             async_op,
         )
@@ -272,24 +277,20 @@ class Communicator:
         the order in which both sides list them. Only the ranks that are named take part. A sent tensor must not
         change before `wait`. Raises as `all_reduce`.
         """
-        for x, peer in (*sends, *recvs):
-            self._check("exchange", x)
-            self._check_peer("exchange", peer, "peer")
+        label = self._check("exchange", *(x for x, _ in (*sends, *recvs)))
+        for _, peer in (*sends, *recvs):
+            check_peer(label, peer, self.size, "peer")
             if peer == self.rank:
-                raise UsageError(f"{self._label('exchange')}: peer {peer} is this rank itself: copy the tensor instead")
-        out = [(x, peer) for x, peer in sends if x.numel()]
-        wire = [(x.contiguous(), peer) for x, peer in out]
-        into = [
-            (x, x if x.is_contiguous() else torch.empty_like(x, memory_format=torch.contiguous_format), p)
-            for x, p in recvs
-        ]
+                raise UsageError(f"{label}: peer {peer} is this rank itself: copy the tensor instead")
+        wire = [(x.contiguous(), peer) for x, peer in sends if x.numel()]
+        into = [(x, x if x.is_contiguous() else x.new_empty(x.shape), peer) for x, peer in recvs]
         for x, _ in recvs:
             torch.autograd.graph.increment_version(x)
-        listed = [f"to {p} {_shape(x)}" for x, p in sends] + [f"from {p} {_shape(x)}" for x, p in recvs]
+        listed = [f"to {p} {shape_of(x)}" for x, p in sends] + [f"from {p} {shape_of(x)}" for x, p in recvs]
         return self._start(
             f"exchange ({', '.join(listed)})",
             lambda t: t.exchange(wire, [(buffer, p) for _, buffer, p in into if buffer.numel()]),
-            lambda: [x if buffer is x else _write(x, buffer) for x, buffer, _ in into],
+            lambda: [x if buffer is x else write(x, buffer) for x, buffer, _ in into],
             (wire, into),
             async_op,
         )
@@ -307,7 +308,7 @@ class Communicator:
 
     def broadcast_object(self, value: Any, src: int) -> Any:
         """Return rank `src`'s `value` (picklable; ignored elsewhere) on every rank. Raises as `all_reduce`."""
-        self._check_peer("broadcast_object", src, "src")
+        check_peer(self._label("broadcast_object"), src, self.size, "src")
         if self.size == 1:
             return value
         started = time.monotonic()
@@ -335,7 +336,8 @@ class Communicator:
         other = self.broadcast_object(text, different[0])
         raise UsageError(
             f"{what} differs over axis {self.name!r}: rank {different[0]} (global {self.ranks[different[0]]}) has "
-            f"{_around(other, first)}, rank 0 (global {self.ranks[0]}) has {_around(first, other)}: start every rank with the same"
+            f"{_around(other, first)}, rank 0 (global {self.ranks[0]}) has {_around(first, other)}: "
+            f"start every rank with the same"
         )
 
     # ---- inside ----------------------------------------------------------------------------------------------------
@@ -362,25 +364,25 @@ class Communicator:
         buffer = x if x.is_contiguous() and receives else x.clone(memory_format=torch.contiguous_format)
         if receives:
             torch.autograd.graph.increment_version(x)
-        wire, wire_op = _wire(buffer, op)
+        wire, wire_op = on_the_wire(buffer, op)
 
         def finish() -> Tensor:
             if not receives:
                 return x
-            _average(buffer, op, self.size)
-            return x if buffer is x else _write(x, buffer)
+            average(buffer, op, self.size)
+            return x if buffer is x else write(x, buffer)
 
-        what = f"{name}({op}) of {_shape(x)}" + ("" if dst is None else f" to {dst}")
+        what = f"{name}({op}) of {shape_of(x)}" + ("" if dst is None else f" to {dst}")
         return self._start(what, lambda t: start(t, wire, wire_op), finish, (x, buffer), async_op)
 
     def _start(
         self,
         what: str,
         start: Callable[[TorchTransport], Works],
-        finish: Callable[[], Any],
+        finish: Callable[[], _R],
         buffers: object,
         async_op: bool,
-    ) -> Any:
+    ) -> _R | Work:
         transport = self._live(what)
         started = time.monotonic()
         try:
@@ -388,9 +390,12 @@ class Communicator:
         except RuntimeError as error:
             raise self._failure(what, error, time.monotonic() - started) from error
         work = Work(self, what, works, finish, buffers)
-        return work if async_op else work.wait()
+        if async_op:
+            return work
+        result: _R = work.wait()
+        return result
 
-    def _local(self, result: Any, async_op: bool) -> Any:
+    def _local(self, result: _R, async_op: bool) -> _R | Work:
         """Hand back what a group of one, or an empty tensor, gives without sending."""
         return Work(self, "local", [], lambda: result, None) if async_op else result
 
@@ -407,100 +412,23 @@ class Communicator:
             raise UsageError(f"{self._label(what)}: this group has one rank, so there is no peer to send to")
         return self._transport
 
+    def _check(self, name: str, *tensors: Tensor | None, op: str | None = None) -> str:
+        """Check a call's tensors, the first of which is reduced by `op`; return who calls what, for further errors."""
+        label = self._label(name)
+        check_tensors(label, tensors, self.device)
+        if op is not None and tensors[0] is not None:
+            check_reduction(label, tensors[0], op, self.device)
+        return label
+
     def _label(self, what: str) -> str:
         return f"{self._where}: {what} on axis {self.name!r}"
 
     def _failure(self, what: str, error: Exception, seconds: float) -> CommunicationError:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         return CommunicationError(
-            f"{self._label(what)} failed after {seconds:.1f} s: {reason}. Another rank has stopped, left this call out or called "
-            f"it with other sizes: the first error of the other ranks ({', '.join(map(str, self.ranks))}) tells the cause"
+            f"{self._label(what)} failed after {seconds:.1f} s: {reason}. Another rank has stopped, left this call out "
+            f"or called it with other sizes: the first error of ranks {', '.join(map(str, self.ranks))} tells the cause"
         )
-
-    def _check(self, name: str, x: Tensor, op: str | None = None, also: Sequence[Tensor | None] = ()) -> None:
-        if not isinstance(x, Tensor):
-            raise UsageError(f"{self._label(name)}: expected a tensor, got {type(x).__name__}")
-        for each in (x, *(t for t in also if t is not None)):
-            if each.device.type != self.device.type:
-                raise UsageError(
-                    f"{self._label(name)}: the tensor {_shape(each)} lies on {each.device}, the group on {self.device}: "
-                    f"move it with .to({str(self.device)!r})"
-                )
-            if each.layout is not torch.strided:
-                raise UsageError(f"{self._label(name)}: {each.layout} tensors are not carried: call to_dense() first")
-            if each.requires_grad and torch.is_grad_enabled():
-                raise UsageError(
-                    f"{self._label(name)}: the tensor {_shape(each)} takes part in a gradient, which this call would lose: use "
-                    f"engine.comm.autograd, or detach() it"
-                )
-        if op is not None:
-            self._check_reduction(name, x, op)
-
-    def _check_reduction(self, name: str, x: Tensor, op: str) -> None:
-        if op not in _OPS:
-            raise UsageError(
-                f"{self._label(name)}: unknown op {op!r}{did_you_mean(op, _OPS)}: choose {', '.join(_OPS)}"
-            )
-        if x.dtype not in reducible(self.device):
-            names = ", ".join(sorted(str(d).removeprefix("torch.") for d in reducible(self.device)))
-            raise DtypeError(
-                f"{self._label(name)}: the backend of {self.device} does not reduce {x.dtype}: use one of {names}"
-            )
-        if op == "mean" and not (x.is_floating_point() or x.is_complex()):
-            raise DtypeError(
-                f"{self._label(name)}: the mean of {x.dtype} is no {x.dtype}: use sum, or a floating dtype"
-            )
-        if x.is_complex() and op not in ("sum", "mean"):
-            raise DtypeError(f"{self._label(name)}: {op} has no meaning for {x.dtype}: use sum or mean")
-
-    def _check_peer(self, name: str, peer: int, word: str) -> None:
-        if not 0 <= peer < self.size:
-            raise UsageError(
-                f"{self._label(name)}: {word}={peer} is outside the group: its ranks are 0 to {self.size - 1}, positions inside the group"
-            )
-
-    def _out(self, name: str, x: Tensor, shape: list[int], out: Tensor | None) -> Tensor:
-        if out is None:
-            return x.new_empty(shape)
-        if list(out.shape) != shape or out.dtype != x.dtype:
-            raise UsageError(
-                f"{self._label(name)}: out is {_shape(out)}, but {_shape(x)} over {self.size} ranks gives {x.dtype} {tuple(shape)}"
-            )
-        torch.autograd.graph.increment_version(out)
-        return out
-
-
-def _shape(x: Tensor) -> str:
-    return f"{str(x.dtype).removeprefix('torch.')} {tuple(x.shape)}"
-
-
-def _dim(name: str, x: Tensor, dim: int) -> int:
-    if x.dim() == 0 or not -x.dim() <= dim < x.dim():
-        raise UsageError(f"{name}: dim {dim} is outside a tensor of shape {tuple(x.shape)}")
-    return dim % x.dim()
-
-
-def _write(target: Tensor, source: Tensor) -> Tensor:
-    with torch.no_grad():
-        return target.copy_(source)
-
-
-def _same(a: Tensor, b: Tensor) -> bool:
-    return a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride()
-
-
-def _average(x: Tensor, op: str, size: int) -> None:
-    """The one place where a mean is divided."""
-    if op == "mean":
-        with torch.no_grad():
-            x.div_(size)
-
-
-def _wire(x: Tensor, op: str) -> tuple[Tensor, str]:
-    """Return `x` as a dtype and with an op that every backend has: mean as a sum, truth values as bytes."""
-    if x.dtype is torch.bool:
-        return x.view(torch.uint8), "max" if op in ("sum", "max") else "min"
-    return x, "sum" if op == "mean" else op
 
 
 def _around(text: str, other: str, width: int = 160) -> str:

@@ -7,7 +7,6 @@ difference or a missing rank is a sentence and not a hang.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable
 from datetime import timedelta
@@ -16,14 +15,15 @@ from types import TracebackType
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from engine import device as devices
 from engine.comm.communicator import Communicator
+from engine.comm.rendezvous import agree, find_ranks
 from engine.comm.transport import TorchTransport
-from engine.errors import CommunicationError, LayoutError, UsageError
+from engine.errors import UsageError
 from engine.layout import AXES, Axis, Coordinate, Layout
 
-_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # Groups are made and warmed in this order by all ranks.
 _ORDER: tuple[Axis, ...] = ("tensor", "data", "pipeline")
 
@@ -120,7 +120,7 @@ def init(
     timeout: float = 120.0,
     init_timeout: float = 300.0,
     seed: int = 0,
-    store: dist.Store | None = None,
+    store: Store | None = None,
     rank: int | None = None,
     world_size: int | None = None,
 ) -> Mesh:
@@ -140,51 +140,39 @@ def init(
     """
     if timeout <= 0 or init_timeout <= 0:
         raise UsageError(f"timeout={timeout}, init_timeout={init_timeout}: both are seconds above 0")
-    rank, world_size, store = _who(layout, store, rank, world_size, init_timeout)
-    try:
-        layout, fit = layout.resolve(world_size), ""
-    except LayoutError as error:
-        fit = str(error)
-        if world_size == 1:
-            raise
-    where = torch.device("cpu") if fit else devices.select(device, int(os.environ.get("LOCAL_RANK", rank)))
+    rank, world_size, store = find_ranks(layout, store, rank, world_size, init_timeout)
     if world_size == 1:
+        layout = layout.resolve(1)
+        where = devices.select(device, int(os.environ.get("LOCAL_RANK", 0)))
         devices.activate(where)
         return _mesh(layout, rank, where, seed, None, {}, None)
-
+    # Compared before the sizes are judged: ranks that were given different layouts should hear that.
     if store is not None:
-        opening = store.add(f"engine/open/{rank}", 1)
-        store = dist.PrefixStore(f"engine/{opening}", store)
+        store = PrefixStore(f"engine/{store.add(f'engine/open/{rank}', 1)}", store)
         started = {
             "layout": str(layout),
-            "device": where.type,
+            "device": device,
             "timeout": timeout,
             "seed": seed,
             "torch": torch.__version__,
         }
-        _agree(store, rank, world_size, started, init_timeout)
-    if fit:
-        raise LayoutError(fit)
+        agree(store, rank, world_size, started, init_timeout)
+    layout = layout.resolve(world_size)
+    where = devices.select(device, int(os.environ.get("LOCAL_RANK", rank)))
     devices.activate(where)
-    made: list[dist.ProcessGroup] = []
     limit = timedelta(seconds=timeout)
-    if store is not None:
-        arguments = devices.group_arguments(where)
-        dist.init_process_group(
-            devices.backend(where), store=store, rank=rank, world_size=world_size, timeout=limit, **arguments
-        )
-    owns_world = store is not None
+    _open_world(store, rank, world_size, where, limit)
+    made: list[dist.ProcessGroup] = []
 
     def close_groups() -> None:
         while made:
             dist.destroy_process_group(made.pop())
-        if owns_world:
+        if store is not None:
             dist.destroy_process_group()
 
     try:
         transports = _groups(layout, rank, limit, where, made)
-        world = TorchTransport(_world_group(), range(world_size))
-        mesh = _mesh(layout, rank, where, seed, world, transports, close_groups)
+        mesh = _mesh(layout, rank, where, seed, _world_transport(world_size), transports, close_groups)
         for comm in (mesh.world, *(getattr(mesh, axis) for axis in _ORDER)):
             comm.barrier()
     except BaseException:
@@ -243,7 +231,7 @@ def _groups(
         if getattr(layout, axis) == 1:
             continue
         if getattr(layout, axis) == layout.world_size:
-            own[axis] = TorchTransport(_world_group(), layout.ranks(axis, rank))
+            own[axis] = _world_transport(layout.world_size)
             continue
         for ranks in layout.groups(axis):
             # new_group would take torch's own time limit, not the world's.
@@ -254,91 +242,21 @@ def _groups(
     return own
 
 
-def _world_group() -> dist.ProcessGroup:
+def _open_world(store: Store | None, rank: int, world_size: int, device: torch.device, timeout: timedelta) -> None:
+    """Make torch's default group over `store`; without one, check that the group which exists serves the device."""
+    backend = devices.backend(device)
+    if store is not None:
+        arguments = devices.group_arguments(device)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout, **arguments)
+    elif backend not in dist.get_backend_config():
+        raise UsageError(
+            f"torch's default process group is on {dist.get_backend_config()}, but device {device} needs {backend}: "
+            f"make it with that backend, or let engine.init make it"
+        )
+
+
+def _world_transport(world_size: int) -> TorchTransport:
     group = dist.group.WORLD
     if group is None:
         raise UsageError("torch's default process group is gone: it was destroyed while the mesh was being opened")
-    return group
-
-
-def _who(
-    layout: Layout, store: dist.Store | None, rank: int | None, world_size: int | None, init_timeout: float
-) -> tuple[int, int, dist.Store | None]:
-    """Find out who this process is. The store is None where a default group exists already, or for a lone process."""
-    given = [value is not None for value in (store, rank, world_size)]
-    if any(given):
-        if store is None or rank is None or world_size is None:
-            raise UsageError(
-                "store, rank and world_size replace torchrun's environment together: give all three or none"
-            )
-        if not 0 <= rank < world_size:
-            raise UsageError(f"rank={rank}, world_size={world_size}: ranks go from 0 to world_size - 1")
-        return rank, world_size, store
-    if dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size(), None
-    missing = [name for name in _TORCHRUN if name not in os.environ]
-    if not missing:
-        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        if world_size == 1:
-            return rank, 1, None
-        limit = timedelta(seconds=init_timeout)
-        try:
-            found = next(iter(dist.rendezvous("env://", rank, world_size, timeout=limit)))[0]
-        except (RuntimeError, TimeoutError) as error:
-            raise CommunicationError(
-                f"rank {rank} of {world_size} found no store at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} within "
-                f"{init_timeout:g} s: {str(error).splitlines()[0]}. Start all ranks with one torchrun, or check MASTER_ADDR and MASTER_PORT"
-            ) from error
-        found.set_timeout(limit)
-        return rank, world_size, found
-    if len(missing) < len(_TORCHRUN):
-        raise UsageError(
-            f"torchrun's environment is incomplete: {', '.join(missing)} missing; start with torchrun, or unset the rest"
-        )
-    if (layout.data if layout.data != -1 else 1) * layout.pipeline * layout.tensor != 1:
-        raise UsageError(
-            f"{layout} needs several processes, but this one was started alone: "
-            f"torchrun --standalone --nproc-per-node {abs(layout.data) * layout.pipeline * layout.tensor} SCRIPT"
-        )
-    return 0, 1, None
-
-
-def _agree(store: dist.Store, rank: int, world_size: int, started: dict[str, object], init_timeout: float) -> None:
-    """Compare over the store what every rank was started with; rank 0 reads all and gives one verdict to all."""
-    limit = timedelta(seconds=init_timeout)
-    store.set(f"started/{rank}", json.dumps(started))
-    if rank != 0:
-        try:
-            store.wait(["verdict"], limit + timedelta(seconds=5))
-        except (RuntimeError, TimeoutError) as error:
-            raise CommunicationError(
-                f"rank {rank} of {world_size} waited {init_timeout:g} s for rank 0, which has not joined: start every rank, or raise init_timeout"
-            ) from error
-        verdict = store.get("verdict").decode()
-    else:
-        verdict = _verdict(store, world_size, started, limit)
-        store.set("verdict", verdict)
-    if verdict.startswith("missing"):
-        raise CommunicationError(verdict)
-    if verdict:
-        raise UsageError(verdict)
-
-
-def _verdict(store: dist.Store, world_size: int, started: dict[str, object], limit: timedelta) -> str:
-    try:
-        store.wait([f"started/{other}" for other in range(world_size)], limit)
-    except (RuntimeError, TimeoutError):
-        absent = [other for other in range(world_size) if not store.check([f"started/{other}"])]
-        return (
-            f"missing ranks {absent}: {world_size - len(absent)} of {world_size} joined within {limit.total_seconds():g} s: "
-            f"start every rank, or raise init_timeout"
-        )
-    for other in range(1, world_size):
-        theirs = json.loads(store.get(f"started/{other}").decode())
-        for key, mine in started.items():
-            if theirs[key] != mine:
-                return (
-                    f"the ranks were started differently: {key} is {mine!r} on rank 0 and {theirs[key]!r} on rank {other}: "
-                    f"start every rank with the same arguments"
-                )
-    return ""
+    return TorchTransport(group, range(world_size))

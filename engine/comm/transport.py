@@ -73,7 +73,7 @@ class TorchTransport:
         return box[0]
 
     def wait(self, works: Works) -> None:
-        """Wait for all of a batch. The group's own time limit applies: one given here would make NCCL block the host."""
+        """Wait for all of a batch. The group's own time limit applies: one given here makes NCCL block the host."""
         for work in works:
             work.wait()
 

@@ -91,7 +91,7 @@ class Executor:
             self._outgoing[key] = meta
         elif known != meta:
             raise UsageError(
-                f"stage {self.comm.rank}: for equal inputs the output was {known.dtype} {known.shape} before and is {meta.dtype} {meta.shape} now: "
+                f"stage {self.comm.rank}: for equal inputs the output was {known} before and is {meta} now: "
                 f"an output's shape may depend on the shapes of the inputs, not on their values"
             )
         return meta
@@ -128,7 +128,8 @@ class _Run:
             output = self.finish(output, i)
         elif not isinstance(output, Tensor):
             raise UsageError(
-                f"stage {self.executor.comm.rank}: the last layer of a stage must return one tensor, not {type(output).__name__}"
+                f"stage {self.executor.comm.rank}: the last layer of a stage must return one tensor, "
+                f"not {type(output).__name__}"
             )
         self.outputs[i] = output
 

@@ -25,7 +25,10 @@ _BALANCES = ("compute", "uniform")
 
 @dataclass(frozen=True, init=False)
 class LayerSpec:
-    """How to build one layer: LayerSpec(module_class, *args, tied={"key": "path.of.parameter"}, cost=None, **kwargs)."""
+    """How to build one layer.
+
+    LayerSpec(module_class, *args, tied={"key": "path.of.parameter"}, cost=None, **kwargs)
+    """
 
     module_class: Callable[..., nn.Module]
     args: tuple[Any, ...]
@@ -45,9 +48,8 @@ class LayerSpec:
         cost: float | None = None,
         **kwargs: Any,
     ) -> None:
-        for name, value in (
-            ("module_class", module_class), ("args", args), ("kwargs", kwargs), ("tied", dict(tied or {})), ("cost", cost),
-        ):  # fmt: skip
+        values = {"module_class": module_class, "args": args, "kwargs": kwargs, "tied": dict(tied or {}), "cost": cost}
+        for name, value in values.items():
             object.__setattr__(self, name, value)
 
     def build(self) -> nn.Module:
@@ -121,7 +123,7 @@ class PipelineModel(nn.Module):
         for key, indices in holders.items():
             if len(indices) == 1:
                 raise UsageError(
-                    f"tied key {key!r} is on one layer only, {indices[0]} ({self.specs[indices[0]]}): name it on the other too"
+                    f"tied key {key!r} is on layer {indices[0]} ({self.specs[indices[0]]}) only: name it on the other too"
                 )
             stages = tuple(s for s, run in enumerate(self.stages) if any(index in run for index in indices))
             here = [index for index in indices if index in self.layers]
@@ -160,7 +162,8 @@ def _replace(layer: nn.Module, spec: LayerSpec, key: str, shared: nn.Parameter) 
     own = _parameter(layer, spec, key)
     if own.shape != shared.shape or own.dtype != shared.dtype:
         raise UsageError(
-            f"tied key {key!r}: {spec}'s {spec.tied[key]} is {own.dtype} {tuple(own.shape)}, the first layer's is {shared.dtype} {tuple(shared.shape)}"
+            f"tied key {key!r}: {spec}'s {spec.tied[key]} is {own.dtype} {tuple(own.shape)}, "
+            f"the first layer's is {shared.dtype} {tuple(shared.shape)}"
         )
     owner, _, name = spec.tied[key].rpartition(".")
     layer.get_submodule(owner)._parameters[name] = shared
@@ -171,7 +174,8 @@ def _cut(specs: Sequence[LayerSpec], stages: int, balance: str | Sequence[int]) 
         return partition.explicit(balance, len(specs), stages)
     if balance not in _BALANCES:
         raise UsageError(
-            f"balance={balance!r}{did_you_mean(balance, _BALANCES)}: choose {', '.join(_BALANCES)}, or layers for each stage"
+            f"balance={balance!r}{did_you_mean(balance, _BALANCES)}: choose {', '.join(_BALANCES)}, "
+            f"or give the number of layers for each stage"
         )
     if balance == "uniform" or stages == 1 or len(specs) < stages:
         return partition.uniform(len(specs), stages)
@@ -189,8 +193,8 @@ def _cost(spec: LayerSpec, index: int) -> float:
             layer = spec.build()
     except Exception as error:
         raise UsageError(
-            f"balance='compute' builds every layer on the meta device to count its work, but layer {index} ({spec}) cannot be: "
-            f"{type(error).__name__}: {error}. Give LayerSpec(cost=...), or balance='uniform'"
+            f"balance='compute' builds every layer on the meta device to count its work, but layer {index} ({spec}) "
+            f"cannot be: {type(error).__name__}: {error}. Give LayerSpec(cost=...), or balance='uniform'"
         ) from error
     tables = {id(m.weight) for m in layer.modules() if isinstance(m, nn.Embedding) or getattr(m, "is_table", False)}
     return float(sum(p.numel() for p in layer.parameters() if p.dim() >= 2 and id(p) not in tables))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from engine.comm.autograd import apply
 from engine.comm.communicator import Communicator
 from engine.errors import UsageError
 from engine.tensor_parallel.embedding import check_ids, local_ids
@@ -27,12 +28,12 @@ def vocab_parallel_cross_entropy(
     """
     if logits.shape[:-1] != target.shape:
         raise UsageError(
-            f"vocab_parallel_cross_entropy: logits {tuple(logits.shape)} need a target of shape {tuple(logits.shape[:-1])}, "
-            f"not {tuple(target.shape)}"
+            f"vocab_parallel_cross_entropy: logits {tuple(logits.shape)} need a target of shape "
+            f"{tuple(logits.shape[:-1])}, not {tuple(target.shape)}"
         )
     if logits.device.type == "cpu":
         check_ids(target[target != ignore_index], logits.shape[-1] * comm.size, "vocab_parallel_cross_entropy: target")
-    return cast(Tensor, _CrossEntropy.apply(logits, target, comm, ignore_index))
+    return apply(_CrossEntropy, logits, target, comm, ignore_index)
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -49,7 +50,8 @@ class _CrossEntropy(torch.autograd.Function):
         total, wanted = comm.all_reduce(sums)
         ctx.save_for_backward(exponentials.div_(total.unsqueeze(-1)), ids, elsewhere, ignored)
         ctx.dtype = logits.dtype
-        return (total.log() - wanted).masked_fill_(ignored, 0.0)
+        loss: Tensor = (total.log() - wanted).masked_fill_(ignored, 0.0)
+        return loss
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:

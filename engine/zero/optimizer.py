@@ -68,7 +68,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             raise UsageError(f"bucket_mib={bucket_mib!r}: a bucket needs a size above 0 MiB")
         if optimizer_class.__name__ in _NOT_ELEMENTWISE:
             raise UsageError(
-                f"{optimizer_class.__name__} does not update each element by itself, so a shard of it is not a part of it"
+                f"{optimizer_class.__name__} does not update each element by itself, so it cannot work on a shard"
             )
         self._mesh, self._model, self._stage = mesh, model, stage
         named_groups = _named_groups(model, groups)
@@ -149,7 +149,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         torch.autograd.graph.increment_version([parameter for _, parameter in self._named])
         self._phase = "stepped"
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
+    def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002 (torch's signature)
         """Drop all gradients. Nothing is sent. Gradients that live in buckets are zeroed there, whatever
         `set_to_none` says.
         """
@@ -204,10 +204,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> NoReturn:
         """The state is in shards that fit this layout alone. Raises UsageError."""
         raise UsageError(
-            "the optimizer's state is sharded over this layout and cannot be saved as one dict: save engine.full_state_dict(model, mesh)"
+            "the optimizer's state is sharded over this layout and cannot be saved as one dict: "
+            "save the weights with engine.full_state_dict(model, mesh)"
         )
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> NoReturn:  # noqa: ARG002 (torch's signature)
         """See `state_dict`. Raises UsageError."""
         raise UsageError("the optimizer's state is sharded over this layout and cannot be loaded from one dict")
 
@@ -314,7 +315,8 @@ def _named_groups(
     left = [name for key, name in trainable.items() if key not in placed]
     if left:
         raise UsageError(
-            f"{len(left)} parameters require a gradient but are in no group, the first is {left[0]!r}: add them, or freeze them"
+            f"{len(left)} parameters require a gradient but are in no group, the first is {left[0]!r}: "
+            f"add them, or freeze them"
         )
     return result
 

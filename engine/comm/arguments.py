@@ -1,0 +1,114 @@
+"""What a collective accepts: checks that raise before anything is sent, and the forms in which values travel. Pure.
+
+Every function takes `label`, which says who is calling what, and raises UsageError, LayoutError or DtypeError.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from engine.device import reducible
+from engine.errors import DtypeError, LayoutError, UsageError, did_you_mean
+
+OPS = ("sum", "mean", "max", "min", "prod")
+
+
+def check_tensors(label: str, tensors: Sequence[Tensor | None], device: torch.device) -> None:
+    """Refuse what is no tensor, lies on another kind of device, is not strided, or would lose its gradient."""
+    for x in tensors:
+        if x is None:
+            continue
+        if not isinstance(x, Tensor):
+            raise UsageError(f"{label}: expected a tensor, got {type(x).__name__}")
+        if x.device.type != device.type:
+            raise UsageError(
+                f"{label}: the tensor {shape_of(x)} lies on {x.device}, the group on {device}: "
+                f"move it with .to({str(device)!r})"
+            )
+        if x.layout is not torch.strided:
+            raise UsageError(f"{label}: {x.layout} tensors are not carried: call to_dense() first")
+        if x.requires_grad and torch.is_grad_enabled():
+            raise UsageError(
+                f"{label}: the tensor {shape_of(x)} takes part in a gradient, which this call would lose: "
+                f"use engine.comm.autograd, or detach() it"
+            )
+
+
+def check_reduction(label: str, x: Tensor, op: str, device: torch.device) -> None:
+    """Refuse an unknown op, a dtype that the backend of `device` does not reduce, and ops that a dtype has not."""
+    if op not in OPS:
+        raise UsageError(f"{label}: unknown op {op!r}{did_you_mean(op, OPS)}: choose {', '.join(OPS)}")
+    if x.dtype not in reducible(device):
+        names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in reducible(device)))
+        raise DtypeError(f"{label}: the backend of {device} does not reduce {x.dtype}: use one of {names}")
+    if op == "mean" and not (x.is_floating_point() or x.is_complex()):
+        raise DtypeError(f"{label}: the mean of {x.dtype} is no {x.dtype}: use sum, or a floating dtype")
+    if x.is_complex() and op not in ("sum", "mean"):
+        raise DtypeError(f"{label}: {op} has no meaning for {x.dtype}: use sum or mean")
+
+
+def check_peer(label: str, peer: int, size: int, word: str) -> None:
+    """Refuse a rank outside the group."""
+    if not 0 <= peer < size:
+        raise UsageError(
+            f"{label}: {word}={peer} is outside the group: its ranks are 0 to {size - 1}, positions inside the group"
+        )
+
+
+def check_dim(label: str, x: Tensor, dim: int) -> int:
+    """Return `dim` counted from the front."""
+    if x.dim() == 0 or not -x.dim() <= dim < x.dim():
+        raise UsageError(f"{label}: dim {dim} is outside a tensor of shape {tuple(x.shape)}")
+    return dim % x.dim()
+
+
+def scattered_shape(label: str, x: Tensor, dim: int, size: int) -> list[int]:
+    """Return the shape of one of `size` equal parts of `x` along `dim`."""
+    if x.shape[dim] % size:
+        raise LayoutError(f"{label}: dim {dim} of {shape_of(x)} does not divide by the group's {size} ranks")
+    shape = list(x.shape)
+    shape[dim] //= size
+    return shape
+
+
+def result_like(label: str, x: Tensor, shape: list[int], out: Tensor | None) -> Tensor:
+    """Return `out` after checking it, or a new tensor of `shape`."""
+    if out is None:
+        return x.new_empty(shape)
+    if list(out.shape) != shape or out.dtype != x.dtype:
+        raise UsageError(f"{label}: out is {shape_of(out)}, but {shape_of(x)} gives {x.dtype} {tuple(shape)}")
+    torch.autograd.graph.increment_version(out)
+    return out
+
+
+def on_the_wire(x: Tensor, op: str) -> tuple[Tensor, str]:
+    """Return `x` in a dtype and with an op that every backend has: a mean as a sum, truth values as bytes."""
+    if x.dtype is torch.bool:
+        return x.view(torch.uint8), "max" if op in ("sum", "max") else "min"
+    return x, "sum" if op == "mean" else op
+
+
+def average(x: Tensor, op: str, size: int) -> None:
+    """Divide a sum that was asked for as a mean: the one place where that happens."""
+    if op == "mean":
+        with torch.no_grad():
+            x.div_(size)
+
+
+def write(target: Tensor, source: Tensor) -> Tensor:
+    """Copy `source` into `target`, whatever the strides of both, and return it."""
+    with torch.no_grad():
+        return target.copy_(source)
+
+
+def same_memory(a: Tensor, b: Tensor) -> bool:
+    """Whether both are the same elements in the same order."""
+    return a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride()
+
+
+def shape_of(x: Tensor) -> str:
+    """Return dtype and shape, for messages."""
+    return f"{str(x.dtype).removeprefix('torch.')} {tuple(x.shape)}"

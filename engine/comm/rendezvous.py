@@ -1,0 +1,106 @@
+"""How the ranks of a job find each other, before there is any group: who this process is, and whether all agree.
+
+Nothing here can hang: every wait has a limit, and what is compared goes through the store, one sentence for all ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
+from torch.distributed.rendezvous import rendezvous
+
+from engine.errors import CommunicationError, UsageError
+from engine.layout import Layout
+
+_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def find_ranks(
+    layout: Layout, store: Store | None, rank: int | None, world_size: int | None, init_timeout: float
+) -> tuple[int, int, Store | None]:
+    """Find out who this process is. The store is None where a default group exists already, or for a lone process."""
+    given = [value is not None for value in (store, rank, world_size)]
+    if any(given):
+        if store is None or rank is None or world_size is None:
+            raise UsageError(
+                "store, rank and world_size replace torchrun's environment together: give all three or none"
+            )
+        if not 0 <= rank < world_size:
+            raise UsageError(f"rank={rank}, world_size={world_size}: ranks go from 0 to world_size - 1")
+        return rank, world_size, store
+    if dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size(), None
+    missing = [name for name in _TORCHRUN if name not in os.environ]
+    if not missing:
+        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        if world_size == 1:
+            return rank, 1, None
+        limit = timedelta(seconds=init_timeout)
+        try:
+            found = next(iter(rendezvous("env://", rank, world_size, timeout=limit)))[0]
+        except (RuntimeError, TimeoutError) as error:
+            address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+            raise CommunicationError(
+                f"rank {rank} of {world_size} found no store at {address} within {init_timeout:g} s: "
+                f"{str(error).splitlines()[0]}. Start all ranks with one torchrun, or check MASTER_ADDR and MASTER_PORT"
+            ) from error
+        found.set_timeout(limit)
+        return rank, world_size, found
+    if len(missing) < len(_TORCHRUN):
+        raise UsageError(
+            f"torchrun's environment is incomplete, {', '.join(missing)} missing: "
+            f"start with torchrun, or unset the rest"
+        )
+    needed = abs(layout.data) * layout.pipeline * layout.tensor
+    if needed != 1:
+        raise UsageError(
+            f"{layout} needs several processes, but this one was started alone: "
+            f"torchrun --standalone --nproc-per-node {needed} SCRIPT"
+        )
+    return 0, 1, None
+
+
+def agree(store: Store, rank: int, world_size: int, started: dict[str, object], init_timeout: float) -> None:
+    """Compare over the store what every rank was started with; rank 0 reads all and gives one verdict to all."""
+    limit = timedelta(seconds=init_timeout)
+    store.set(f"started/{rank}", json.dumps(started))
+    if rank != 0:
+        try:
+            store.wait(["verdict"], limit + timedelta(seconds=5))
+        except (RuntimeError, TimeoutError) as error:
+            raise CommunicationError(
+                f"rank {rank} of {world_size} waited {init_timeout:g} s for rank 0, which has not joined: "
+                f"start every rank, or raise init_timeout"
+            ) from error
+        verdict = store.get("verdict").decode()
+    else:
+        verdict = _verdict(store, world_size, started, limit)
+        store.set("verdict", verdict)
+    if verdict.startswith("missing"):
+        raise CommunicationError(verdict)
+    if verdict:
+        raise UsageError(verdict)
+
+
+def _verdict(store: Store, world_size: int, started: dict[str, object], limit: timedelta) -> str:
+    try:
+        store.wait([f"started/{other}" for other in range(world_size)], limit)
+    except (RuntimeError, TimeoutError):
+        absent = [other for other in range(world_size) if not store.check([f"started/{other}"])]
+        return (
+            f"missing ranks {absent}: {world_size - len(absent)} of {world_size} joined within "
+            f"{limit.total_seconds():g} s: start every rank, or raise init_timeout"
+        )
+    for other in range(1, world_size):
+        theirs = json.loads(store.get(f"started/{other}").decode())
+        for key, mine in started.items():
+            if theirs[key] != mine:
+                return (
+                    f"the ranks were started differently: {key} is {mine!r} on rank 0 and {theirs[key]!r} on rank "
+                    f"{other}: start every rank with the same arguments"
+                )
+    return ""
