@@ -7,6 +7,7 @@ difference or a missing rank is a sentence and not a hang.
 
 from __future__ import annotations
 
+import atexit
 import os
 from collections.abc import Callable
 from datetime import timedelta
@@ -14,6 +15,11 @@ from types import TracebackType
 
 import torch
 import torch.distributed as dist
+
+# Its functions keep the world group of the moment it is imported as a default argument, for good, and torch.optim
+# imports it late: a group that outlives its close aborts the process at exit now and then. So before there is a
+# group.
+import torch.distributed.nn.functional
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
@@ -90,6 +96,7 @@ class Mesh:
         if self._closed:
             return
         self._closed = True
+        atexit.unregister(self.close)
         self._device_mesh = None
         for comm in (self.tensor, self.data, self.pipeline, self.world):
             comm.close()
@@ -178,6 +185,7 @@ def init(
     except BaseException:
         close_groups()
         raise
+    atexit.register(mesh.close)
     return mesh
 
 

@@ -45,7 +45,7 @@ def find_ranks(
         except (RuntimeError, TimeoutError) as error:
             address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
             raise CommunicationError(
-                f"rank {rank} of {world_size} found no store at {address} within {init_timeout:g} s: "
+                f"rank {rank} of {world_size} did not meet the others at {address} within {init_timeout:g} s: "
                 f"{str(error).splitlines()[0]}. Start all ranks with one torchrun, or check MASTER_ADDR and MASTER_PORT"
             ) from error
         found.set_timeout(limit)

@@ -123,7 +123,7 @@ class PipelineModel(nn.Module):
         for key, indices in holders.items():
             if len(indices) == 1:
                 raise UsageError(
-                    f"tied key {key!r} is on layer {indices[0]} ({self.specs[indices[0]]}) only: name it on the other too"
+                    f"tied key {key!r} is on layer {indices[0]} ({self.specs[indices[0]]}) only: name the other too"
                 )
             stages = tuple(s for s, run in enumerate(self.stages) if any(index in run for index in indices))
             here = [index for index in indices if index in self.layers]
