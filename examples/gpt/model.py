@@ -66,7 +66,8 @@ class Embedding(nn.Module):
         nn.init.normal_(self.position.weight, std=0.02)
 
     def forward(self, ids: Tensor) -> Tensor:
-        return self.token(ids) + self.position.weight[: ids.shape[1]]
+        hidden: Tensor = self.token(ids) + self.position.weight[: ids.shape[1]]
+        return hidden
 
 
 class Block(nn.Module):
@@ -97,11 +98,12 @@ class Block(nn.Module):
         query, key, value = self._heads(self.query(y)), self._heads(self.key(y)), self._heads(self.value(y))
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)  # (B, heads / T, S, head size)
         x = x + self.out(mixed.transpose(1, 2).flatten(2))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
+        mlp: Tensor = self.down(F.gelu(self.up(self.norm2(x))))
+        return x + mlp
 
     def _heads(self, x: Tensor) -> Tensor:
         """(B, S, H / T) to (B, heads / T, S, head size): a rank's part of the outputs is a part of the heads."""
-        return x.unflatten(-1, (-1, self.head_size)).transpose(1, 2)
+        return x.view(*x.shape[:-1], -1, self.head_size).transpose(1, 2)
 
 
 class Head(nn.Module):
@@ -115,7 +117,8 @@ class Head(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.project(self.norm(x))
+        logits: Tensor = self.project(self.norm(x))
+        return logits
 
 
 def gpt_layers(
