@@ -40,7 +40,8 @@ def select(device: str, local_rank: int) -> torch.device:
     if device == "auto":
         device = next((kind for kind in ("npu", "cuda") if _count(kind) > 0), "cpu")
     if device not in KINDS:
-        raise UsageError(f"device={device!r}{did_you_mean(device, KINDS)}: choose auto, {', '.join(KINDS)}")
+        hint = did_you_mean(device, ("auto", *KINDS))
+        raise UsageError(f"device={device!r}{hint}: choose auto, {', '.join(KINDS)}")
     if device == "cpu":
         return torch.device("cpu")
     count = _count(device)

@@ -88,10 +88,14 @@ def replicated(module: nn.Module, *, gradient: Gradient) -> nn.Module:
 
     `gradient="sum"` is for parameters that each tensor rank uses on a part of the work (a norm per head, a norm under
     sequence parallelism): their gradients are then summed over the tensor axis before use. Call it the same on all
-    ranks.
+    ranks. Raises UsageError when one of them is sharded.
     """
     for part in module.modules():
         own = dict(part.named_parameters(recurse=False))
+        declared: Mapping[str, Placement] = getattr(part, "placements", {})
+        for name in own:
+            if declared.get(name, REPLICATED).dim is not None:
+                raise UsageError(f"{type(part).__name__}'s {name!r} is sharded over the tensor axis, not replicated")
         if own:
             part.placements = {name: Placement(gradient=gradient) for name in own}  # type: ignore[assignment]
     return module

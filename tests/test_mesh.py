@@ -186,7 +186,6 @@ class dist_port:  # noqa: N801 (used like a function)
 
 
 def threads_and_files() -> tuple[int, int]:
-    gc.collect()
     return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
 
 
@@ -201,6 +200,7 @@ def open_and_close(rank: int, size: int, store: str) -> list[tuple[int, int]]:
                 assert comm.all_reduce(torch.tensor(float(rank))).item() == sum(comm.ranks)
             _ = mesh.device_mesh
         del mesh
+        gc.collect()
         # gloo's threads end a moment after their group: wait for the count, not for a time.
         wait_until(lambda: not counts or threads_and_files() <= counts[0])
         counts.append(threads_and_files())

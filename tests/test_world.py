@@ -63,3 +63,13 @@ def test_a_rank_that_hangs_shows_where_and_is_replaced(world: World) -> None:
     assert caught.value.cause == 0
     assert "a_function_that_hangs" in caught.value.reports[0]
     assert [result[1] for result in world.run(Layout(data=2), triple, 2)] == [6, 6]
+
+
+def bad_result(mesh: engine.Mesh) -> Any:
+    return lambda: None
+
+
+def test_a_result_that_cannot_be_sent_is_an_error_of_its_own_run_only(world: World) -> None:
+    with pytest.raises(WorldError, match="pickle"):
+        world.run(Layout(data=2), bad_result)
+    assert [result[1] for result in world.run(Layout(data=2), triple, 3)] == [9, 9]

@@ -15,6 +15,7 @@ from engine.errors import EngineError
 from engine.placement import Placement, replicated
 from engine.tensor_parallel import ColumnParallelLinear
 from engine.zero import ZeroOptimizer
+from engine.zero.norm import clip_factor
 from tests.world import World
 
 
@@ -158,6 +159,11 @@ def test_the_norm_counts_shards_each_replicated_parameters_once_and_sums_partial
         assert gradients["shard"] == pytest.approx([3 / 85, 4 / 85], rel=1e-5)
         assert gradients["norm"] == pytest.approx([12 / 85], rel=1e-5)
         assert part == pytest.approx(-84 / 85, rel=1e-5)
+
+
+def test_the_clip_factor_is_torchs() -> None:
+    for norm, factor in ((2.0, 1 / 2.000001), (0.5, 1.0), (0.0, 1.0), (1.0, 1 / 1.000001)):
+        assert clip_factor(torch.tensor(norm, dtype=torch.float64), 1.0).item() == pytest.approx(factor, rel=1e-12)
 
 
 def tied_gradients(mesh: engine.Mesh, steps: int) -> Any:

@@ -88,7 +88,11 @@ class World:
         task = pickle.dumps((function.__module__, function.__qualname__, layout if mesh else None, size, store, args))
         for rank in self._ranks[:size]:
             rank.pipe.send_bytes(task)
-        reports = self._collect(size, time.monotonic() + timeout)
+        try:
+            reports = self._collect(size, time.monotonic() + timeout)
+        except BaseException:  # what is left in the pipes must not be taken for the next run's
+            self.restart()
+            raise
         failed = [report for report in reports if report.error is not None]
         if not failed:
             return [report.value for report in reports]
@@ -179,7 +183,14 @@ def _serve(number: int, pipe: connection.Connection, stacks: str) -> None:
             report.error = traceback.format_exc()
             report.consequence = isinstance(error, CommunicationError)
         report.when = time.monotonic()
-        pipe.send_bytes(pickle.dumps(report))
+        pipe.send_bytes(_pickled(report))
+
+
+def _pickled(report: _Report) -> bytes:
+    try:
+        return pickle.dumps(report)
+    except Exception:
+        return pickle.dumps(_Report(report.rank, error=traceback.format_exc(), when=report.when))
 
 
 def _execute(

@@ -6,6 +6,7 @@ Every function takes `label`, which says who is calling what, and raises UsageEr
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
@@ -16,11 +17,12 @@ from engine.errors import DtypeError, LayoutError, UsageError, did_you_mean
 OPS = ("sum", "mean", "max", "min", "prod")
 
 
-def check_tensors(label: str, tensors: Sequence[Tensor | None], device: torch.device) -> None:
-    """Refuse what is no tensor, lies on another kind of device, is not strided, or would lose its gradient."""
-    for x in tensors:
-        if x is None:
-            continue
+def check_tensors(label: str, reads: Sequence[Tensor], writes: Sequence[Tensor], device: torch.device) -> None:
+    """Refuse what is no tensor, lies on another kind of device, is not strided, or would lose its gradient.
+
+    Refuse also to write where several elements share memory.
+    """
+    for x in (*reads, *writes):
         if not isinstance(x, Tensor):
             raise UsageError(f"{label}: expected a tensor, got {type(x).__name__}")
         if x.device.type != device.type:
@@ -34,6 +36,12 @@ def check_tensors(label: str, tensors: Sequence[Tensor | None], device: torch.de
             raise UsageError(
                 f"{label}: the tensor {shape_of(x)} takes part in a gradient, which this call would lose: "
                 f"use engine.comm.autograd, or detach() it"
+            )
+    for x in writes:
+        if any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape, strict=True)):
+            raise UsageError(
+                f"{label}: elements of the tensor {shape_of(x)} with strides {x.stride()} share memory, so it cannot "
+                f"be written to: clone() it first"
             )
 
 
@@ -80,7 +88,7 @@ def result_like(label: str, x: Tensor, shape: list[int], out: Tensor | None) -> 
         return x.new_empty(shape)
     if list(out.shape) != shape or out.dtype != x.dtype:
         raise UsageError(f"{label}: out is {shape_of(out)}, but {shape_of(x)} gives {x.dtype} {tuple(shape)}")
-    torch.autograd.graph.increment_version(out)
+    mark_changed(out)
     return out
 
 
@@ -91,17 +99,38 @@ def on_the_wire(x: Tensor, op: str) -> tuple[Tensor, str]:
     return x, "sum" if op == "mean" else op
 
 
+def plain(x: Tensor) -> Tensor:
+    """Return `x` itself where its memory holds its values in order, else a copy that does.
+
+    Memory with gaps is not the only other kind: a conjugated or negated view has a pending change in it.
+    """
+    return (
+        x if x.is_contiguous() and not x.is_conj() and not x.is_neg() else x.resolve_conj().resolve_neg().contiguous()
+    )
+
+
+def mark_changed(x: Tensor) -> None:
+    """Tell autograd that `x` is changed in place, which a backend does not."""
+    if not x.is_inference():
+        torch.autograd.graph.increment_version(x)
+
+
 def average(x: Tensor, op: str, size: int) -> None:
     """Divide a sum that was asked for as a mean: the one place where that happens."""
     if op == "mean":
-        with torch.no_grad():
+        with _outside_autograd(x):
             x.div_(size)
 
 
 def write(target: Tensor, source: Tensor) -> Tensor:
     """Copy `source` into `target`, whatever the strides of both, and return it."""
-    with torch.no_grad():
+    with _outside_autograd(target):
         return target.copy_(source)
+
+
+def _outside_autograd(x: Tensor) -> AbstractContextManager[None]:
+    """Return the mode in which `x` may be changed in place."""
+    return torch.inference_mode() if x.is_inference() else torch.no_grad()
 
 
 def same_memory(a: Tensor, b: Tensor) -> bool:

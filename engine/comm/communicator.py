@@ -21,7 +21,9 @@ from engine.comm.arguments import (
     check_peer,
     check_reduction,
     check_tensors,
+    mark_changed,
     on_the_wire,
+    plain,
     result_like,
     same_memory,
     scattered_shape,
@@ -127,7 +129,7 @@ class Communicator:
         Raises DtypeError for a dtype that the backend does not reduce, UsageError for a wrong call (nothing is sent
         then), CommunicationError when a peer fails or the time limit passes.
         """
-        self._check("all_reduce", x, op=op)
+        self._check("all_reduce", x, writes=[x], op=op)
         return self._reduce_in_place("all_reduce", x, op, async_op, lambda t, buffer, o: t.all_reduce(buffer, o))
 
     @overload
@@ -136,11 +138,11 @@ class Communicator:
     def broadcast(self, x: Tensor, src: int, *, async_op: Literal[True]) -> Work: ...
     def broadcast(self, x: Tensor, src: int, *, async_op: bool = False) -> Tensor | Work:
         """Fill `x` on every rank with the values of rank `src`; returns it. Any dtype. Raises as `all_reduce`."""
-        check_peer(self._check("broadcast", x), src, self.size, "src")
+        check_peer(self._check("broadcast", x, writes=[x]), src, self.size, "src")
         if self.size == 1 or x.numel() == 0:
             return self._local(x, async_op)
-        buffer = x if x.is_contiguous() else x.contiguous()
-        torch.autograd.graph.increment_version(x)
+        buffer = plain(x)
+        mark_changed(x)
         return self._start(
             f"broadcast from {src} of {shape_of(x)}",
             lambda t: t.broadcast(buffer, src),
@@ -157,7 +159,7 @@ class Communicator:
         """Reduce `x` over the group into rank `dst`'s tensor; the others' stay as they were. Returns `x`. Raises as
         `all_reduce`.
         """
-        check_peer(self._check("reduce", x, op=op), dst, self.size, "dst")
+        check_peer(self._check("reduce", x, writes=[x], op=op), dst, self.size, "dst")
         return self._reduce_in_place("reduce", x, op, async_op, lambda t, buffer, o: t.reduce(buffer, dst, o), dst)
 
     # ---- into another tensor ---------------------------------------------------------------------------------------
@@ -179,14 +181,16 @@ class Communicator:
         size at `dim`; it may be this rank's part of `x`. `x` is otherwise unchanged. Raises as `all_reduce`, and
         LayoutError for a dim that does not divide.
         """
-        label = self._check("reduce_scatter", x, out, op=op)
+        label = self._check("reduce_scatter", x, writes=[] if out is None else [out], op=op)
         dim = check_dim(label, x, dim)
         shape = scattered_shape(label, x, dim, self.size)
         result = result_like(label, x, shape, out)
-        if self.size == 1 or x.numel() == 0:
+        if x.numel() == 0:
+            return self._local(result, async_op)
+        if self.size == 1:
             return self._local(result if same_memory(result, x) else write(result, x), async_op)
-        wire, wire_op = on_the_wire(x.movedim(dim, 0).contiguous(), op)
-        target = result if dim == 0 and result.is_contiguous() else torch.empty_like(wire[: shape[dim]], dtype=x.dtype)
+        wire, wire_op = on_the_wire(plain(x.movedim(dim, 0)), op)
+        target = result if dim == 0 and plain(result) is result else torch.empty_like(wire[: shape[dim]], dtype=x.dtype)
 
         def finish() -> Tensor:
             average(target, op, self.size)
@@ -214,15 +218,17 @@ class Communicator:
         `x`: the same shape on every rank. `out`: shape of `x` with size * x.shape[dim] at `dim`; `x` may be this
         rank's part of it. Raises as `all_reduce`.
         """
-        label = self._check("all_gather", x, out)
+        label = self._check("all_gather", x, writes=[] if out is None else [out])
         dim = check_dim(label, x, dim)
         shape = list(x.shape)
         shape[dim] *= self.size
         result = result_like(label, x, shape, out)
-        if self.size == 1 or x.numel() == 0:
+        if x.numel() == 0:
+            return self._local(result, async_op)
+        if self.size == 1:
             return self._local(result if same_memory(result, x) else write(result, x), async_op)
-        wire = x.movedim(dim, 0).contiguous()
-        direct = dim == 0 and result.is_contiguous()
+        wire = plain(x.movedim(dim, 0))
+        direct = dim == 0 and plain(result) is result
         target = result if direct else wire.new_empty((self.size * wire.shape[0], *wire.shape[1:]))
         return self._start(
             f"all_gather of {shape_of(x)} along dim {dim}",
@@ -277,15 +283,15 @@ class Communicator:
         the order in which both sides list them. Only the ranks that are named take part. A sent tensor must not
         change before `wait`. Raises as `all_reduce`.
         """
-        label = self._check("exchange", *(x for x, _ in (*sends, *recvs)))
+        label = self._check("exchange", *(x for x, _ in sends), writes=[x for x, _ in recvs])
         for _, peer in (*sends, *recvs):
             check_peer(label, peer, self.size, "peer")
             if peer == self.rank:
                 raise UsageError(f"{label}: peer {peer} is this rank itself: copy the tensor instead")
-        wire = [(x.contiguous(), peer) for x, peer in sends if x.numel()]
-        into = [(x, x if x.is_contiguous() else x.new_empty(x.shape), peer) for x, peer in recvs]
+        wire = [(plain(x), peer) for x, peer in sends if x.numel()]
+        into = [(x, plain(x), peer) for x, peer in recvs]
         for x, _ in recvs:
-            torch.autograd.graph.increment_version(x)
+            mark_changed(x)
         listed = [f"to {p} {shape_of(x)}" for x, p in sends] + [f"from {p} {shape_of(x)}" for x, p in recvs]
         return self._start(
             f"exchange ({', '.join(listed)})",
@@ -361,9 +367,11 @@ class Communicator:
             return self._local(x, async_op)
         receives = dst is None or dst == self.rank
         # A rank that only contributes gives a copy: backends use the tensor as scratch space.
-        buffer = x if x.is_contiguous() and receives else x.clone(memory_format=torch.contiguous_format)
+        buffer = plain(x)
         if receives:
-            torch.autograd.graph.increment_version(x)
+            mark_changed(x)
+        elif buffer is x:
+            buffer = x.clone()
         wire, wire_op = on_the_wire(buffer, op)
 
         def finish() -> Tensor:
@@ -412,12 +420,12 @@ class Communicator:
             raise UsageError(f"{self._label(what)}: this group has one rank, so there is no peer to send to")
         return self._transport
 
-    def _check(self, name: str, *tensors: Tensor | None, op: str | None = None) -> str:
+    def _check(self, name: str, *reads: Tensor, writes: Sequence[Tensor] = (), op: str | None = None) -> str:
         """Check a call's tensors, the first of which is reduced by `op`; return who calls what, for further errors."""
         label = self._label(name)
-        check_tensors(label, tensors, self.device)
-        if op is not None and tensors[0] is not None:
-            check_reduction(label, tensors[0], op, self.device)
+        check_tensors(label, reads, writes, self.device)
+        if op is not None:
+            check_reduction(label, reads[0], op, self.device)
         return label
 
     def _label(self, what: str) -> str:

@@ -1,0 +1,165 @@
+"""Plants one bug at a time in a copy of the repository and reports which tests fall: `python -m tests.planted_bugs`.
+
+Not a test. It shows that the suite catches the mistakes that break such engines; CONTRIBUTING has its table. Each bug
+is one replaced line; a line that is no longer there is an error, so the list cannot rot unseen.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+
+@dataclass(frozen=True)
+class Bug:
+    name: str
+    file: str
+    line: str
+    wrong: str
+    tests: tuple[str, ...] = ("tests/test_parity.py",)
+    """Where to look; the parity grid must catch those of the training step."""
+
+
+BUGS = (
+    Bug(
+        "row bias added on every tensor rank",
+        "engine/tensor_parallel/linear.py",
+        "        y = all_reduce_identity(F.linear(x, self.weight), self.comm)\n"
+        "        return y if self.bias is None else y + self.bias",
+        "        return all_reduce_identity(F.linear(x, self.weight, self.bias), self.comm)",
+    ),
+    Bug(
+        "vocab loss without the other ranks' sum",
+        "engine/tensor_parallel/loss.py",
+        "total, wanted = comm.all_reduce(sums)",
+        "total, wanted = sums[0].clone(), comm.all_reduce(sums)[1]",
+    ),
+    Bug(
+        "vocab loss gradient without the target",
+        "engine/tensor_parallel/loss.py",
+        "-scale.masked_fill(elsewhere.unsqueeze(-1), 0.0)",
+        "-scale",
+    ),
+    Bug(
+        "mean over microbatches instead of the count",
+        "engine/train_step.py",
+        "            return total\n\n        with self._random_stream",
+        "            return total / count * 7\n\n        with self._random_stream",
+    ),
+    Bug(
+        "gradients divided by the local count",
+        "engine/train_step.py",
+        "total, count = self.mesh.world.all_reduce(sums)",
+        "total, count = self.mesh.pipeline.all_reduce(sums)",
+    ),
+    Bug(
+        "replicated parameters counted on every tensor rank",
+        "engine/zero/optimizer.py",
+        "if self._placements[name].dim is None and self._mesh.tensor.rank != 0:",
+        "if False:",
+    ),
+    Bug(
+        "tied copies counted on every stage",
+        "engine/zero/optimizer.py",
+        "return all(tie.name != name or tie.stages[0] == self._mesh.pipeline.rank for tie, _ in self._ties)",
+        "return True",
+    ),
+    Bug("clip factor without an upper bound", "engine/zero/norm.py", ".clamp(max=1.0)", "", ("tests/test_zero.py",)),
+    Bug(
+        "tied gradients not summed over the stages",
+        "engine/zero/optimizer.py",
+        'share(tie, _gradient(parameter), self._mesh.pipeline, "sum")',
+        "pass",
+    ),
+    Bug(
+        "bucket order that differs between ranks",
+        "engine/zero/optimizer.py",
+        "for work in [bucket.start_reduction(None) for bucket in self._buckets]:",
+        "for work in [b.start_reduction(None) for b in self._buckets[:: 1 if self._mesh.data.rank else -1]]:",
+    ),
+    Bug(
+        "shards gathered from the wrong place",
+        "engine/zero/buckets.py",
+        "return self.comm.all_gather(self.shard, out=self.flat, async_op=True)",
+        "return self.comm.all_gather(self.flat[: self.plan.shard], out=self.flat, async_op=True)",
+    ),
+    Bug(
+        "input gradient of a column-parallel layer not summed",
+        "engine/comm/autograd.py",
+        "return _sum(grads[0], ctx.comm), None",
+        "return grads[0], None",
+    ),
+    Bug(
+        "a microbatch's gradient sent for another",
+        "engine/pipeline/executor.py",
+        "source = self.inputs.pop(message.microbatch)",
+        "source = self.inputs.pop(max(self.inputs))",
+    ),
+    Bug(
+        "layers seeded by their place in the stage",
+        "engine/pipeline/layers.py",
+        'stream_seed("layer", seed, index)',
+        'stream_seed("layer", seed)',
+        ("tests/test_pipeline_model.py",),
+    ),
+    Bug(
+        "strided tensors handed to the backend as they are",
+        "engine/comm/communicator.py",
+        "buffer = x if x.is_contiguous() and receives else",
+        "buffer = x if receives else",
+        ("tests/test_communicator.py",),
+    ),
+    Bug(
+        "ranks of the world where ranks of the group are meant",
+        "engine/comm/transport.py",
+        "return [dist.broadcast(_bytes(x), self.ranks[src], group=self.group, async_op=True)]",
+        "return [dist.broadcast(_bytes(x), src, group=self.group, async_op=True)]",
+        ("tests/test_communicator.py",),
+    ),
+)
+
+
+def main() -> None:
+    """Try all bugs, or those whose names hold the words on the command line; exit 1 when one survives."""
+    chosen = [bug for bug in BUGS if not sys.argv[1:] or any(word in bug.name for word in sys.argv[1:])]
+    survived = []
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder, "copy")
+        for bug in chosen:
+            fallen = try_one(bug, copy)
+            print(f"{bug.name}: {fallen if fallen else 'SURVIVED'}", flush=True)  # noqa: T201 (a program)
+            survived += [] if fallen else [bug.name]
+    sys.exit(f"{len(survived)} survived: {survived}" if survived else 0)
+
+
+def try_one(bug: Bug, copy: Path) -> str:
+    """Return which tests fall with `bug`, an empty string for none."""
+    shutil.rmtree(copy, ignore_errors=True)
+    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".venv", ".git", "runs", "*_cache", ".hypothesis"))
+    path = copy / bug.file
+    text = path.read_text()
+    if text.count(bug.line) != 1:
+        sys.exit(f"{bug.name}: {bug.file} holds the line {text.count(bug.line)} times, not once: {bug.line!r}")
+    path.write_text(text.replace(bug.line, bug.wrong))
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "--tb=no", "-p", "no:cacheprovider", *bug.tests],
+        cwd=copy,
+        env={**os.environ, "PYTHONPATH": str(copy)},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+    )
+    fallen = re.findall(r"^FAILED (\S+)", done.stdout, re.MULTILINE)
+    return ", ".join(fallen)
+
+
+if __name__ == "__main__":
+    main()
