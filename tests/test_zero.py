@@ -390,6 +390,35 @@ def test_misuse_is_one_clear_error_on_every_rank(world: World) -> None:
             assert part in text
 
 
+def changed_under_the_optimizer(mesh: engine.Mesh) -> list[str]:
+    changes: list[Any] = [
+        lambda model: model.float(),
+        lambda model: model.load_state_dict(small_model().state_dict(), assign=True),
+        lambda model: model[3].weight.requires_grad_(False),
+        lambda model: model.load_state_dict(small_model().state_dict()),  # in place: allowed
+    ]
+    texts = []
+    for change in changes:
+        model = small_model()
+        optimizer = ZeroOptimizer(model, torch.optim.SGD, mesh, lr=0.1)
+        change(model)
+        try:
+            optimizer.finish_gradients()
+        except EngineError as error:
+            texts.append(str(error))
+        else:
+            texts.append("no error")
+    return texts
+
+
+def test_a_parameter_that_was_cast_replaced_or_frozen_under_the_optimizer_is_refused(world: World) -> None:
+    for cast, replaced, frozen, in_place in world.run(Layout(data=2), changed_under_the_optimizer):
+        assert "'0.weight' was moved, cast or replaced after ZeroOptimizer was built" in cast
+        assert "'0.weight' was moved, cast or replaced" in replaced
+        assert "'3.weight' was frozen after ZeroOptimizer was built" in frozen
+        assert in_place == "no error"
+
+
 def sparse_gradient(mesh: engine.Mesh) -> str:
     model = nn.Embedding(6, 2, sparse=True)
     optimizer = ZeroOptimizer(model, torch.optim.SGD, mesh, lr=0.1)

@@ -71,6 +71,11 @@ class FlatBucket:
                 view.copy_(_dense(parameter.grad))
             parameter.grad = view
 
+    def displaced(self) -> list[int]:
+        """Return the indices of parameters that no longer lie in the flat memory: moved, cast or assigned since."""
+        first, size = self.flat.data_ptr(), self.plan.dtype.itemsize
+        return [each.index for p, each in self.parameters if p.numel() and p.data_ptr() != first + each.start * size]
+
     def start_reduction(self, borrowed: Tensor | None) -> Work:
         """Start summing the gradients over the data axis. `borrowed`: scratch for this bucket's gradients where none
         are kept.

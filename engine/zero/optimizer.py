@@ -77,6 +77,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
         )
         self._named = [each for _, members in named_groups for each in members]
         parameters = [parameter for _, parameter in self._named]
+        names = {id(parameter): name for name, parameter in self._named}
+        self._holders = [
+            (names[id(parameter)], module._parameters, key, parameter)
+            for module in model.modules()
+            for key, parameter in module._parameters.items()
+            if id(parameter) in names
+        ]
         self._placements = placements_of(model)
         self._ties = _own_ties(model, self._named)
         _broadcast(model, self._placements, self._ties, mesh)
@@ -107,7 +114,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         divisor: a number or 0-d tensor, equal on every rank; `mesh.data.size` gives DDP's mean. max_norm: clip to
         this global 2-norm, None: do not. Returns a 0-d tensor, equal on every rank. Every rank of the mesh must call
         it, once, after its last backward. Raises UsageError when it was already called for this step, or `zero_grad`
-        was not since the last.
+        was not since the last, or a parameter was moved, cast, replaced or frozen since construction.
         """
         if self._phase == "finished":
             raise UsageError("finish_gradients was already called for this step: call step() and zero_grad() first")
@@ -117,6 +124,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             raise UsageError(
                 f"max_norm={max_norm!r}: gradients are clipped to a norm above 0; None leaves them as they are"
             )
+        self._check_parameters()
         for bucket in self._buckets:
             bucket.adopt_gradients()
         self._sum_partial()
@@ -241,6 +249,17 @@ class ZeroOptimizer(torch.optim.Optimizer):
             kwargs = {**kwargs, "foreach": False}
         groups = [{**options, "params": parts} for (options, _), parts in zip(named_groups, members, strict=True)]
         return optimizer_class(groups, **kwargs)
+
+    def _check_parameters(self) -> None:
+        displaced = [self._named[index][0] for bucket in self._buckets for index in bucket.displaced()]
+        displaced += [name for name, holder, key, parameter in self._holders if holder.get(key) is not parameter]
+        frozen = [name for name, parameter in self._named if not parameter.requires_grad]
+        for names, what in ((displaced, "moved, cast or replaced"), (frozen, "frozen")):
+            if names:
+                raise UsageError(
+                    f"{names[0]!r} was {what} after ZeroOptimizer was built, which would go on updating the old one: "
+                    f"do that first, then build the optimizer"
+                )
 
     def _sum_partial(self) -> None:
         """Sum over the tensor axis the gradients that are each rank's part of one."""
