@@ -176,6 +176,32 @@ def test_a_frozen_first_stage_keeps_its_weights_and_joins_the_norm(world: World)
     assert not torch.equal(weights["1.linear.weight"], start["1.linear.weight"])
 
 
+class InPlace(nn.Module):
+    """Changes its input in place, which torch allows for every layer but one that gets a leaf."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x.mul_(2.0).relu_())
+
+
+def train_in_place(mesh: engine.Mesh) -> Any:
+    first = LayerSpec(nn.Linear, 4, 4, dtype=torch.float64)
+    specs = [first, LayerSpec(InPlace), LayerSpec(nn.Identity), LayerSpec(InPlace)]
+    model = engine.PipelineModel(specs, mesh, balance="uniform")
+    optimizer = engine.zero.ZeroOptimizer(model, torch.optim.SGD, mesh, lr=0.1)
+    step = engine.TrainStep(model, optimizer, squared, mesh, microbatches=3)
+    return [(r.loss.item(), r.grad_norm.item()) for r in (step(*rows(6, seed)) for seed in range(3))]
+
+
+def test_a_stage_may_change_its_input_in_place_or_pass_it_through(world: World) -> None:
+    alone = world.run(Layout(), train_in_place)[0]
+    for found in world.run(Layout(pipeline=4), train_in_place):
+        assert found == [pytest.approx(pair, rel=1e-12) for pair in alone]
+
+
 def change_sequence(mesh: engine.Mesh) -> list[float]:
     step = make_step(mesh, microbatches=2, lr=0.0)
     losses = []

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from engine.comm.autograd import apply
 from engine.comm.communicator import Communicator
 from engine.errors import UsageError
 from engine.pipeline.schedule import Compute, Exchange, Instruction, Message
@@ -108,6 +109,20 @@ class Executor:
         return key in self._incoming
 
 
+class _Enter(torch.autograd.Function):
+    """Hands a received activation to the stage's layers as any layer's output: one that may be changed in place, which
+    a leaf of the graph may not. Its gradient arrives at the leaf."""
+
+    @staticmethod
+    def forward(_ctx: Any, leaf: Tensor) -> Tensor:
+        # The same memory, but no view of the leaf in autograd's eyes.
+        return leaf.new_empty(0).set_(leaf.untyped_storage(), 0, leaf.shape, leaf.stride())
+
+    @staticmethod
+    def backward(_ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0]
+
+
 class _Run:
     """The tensors of one run of a program."""
 
@@ -123,7 +138,7 @@ class _Run:
         if self.executor.is_first:
             output = self.executor.module(*batch.args, **batch.kwargs)
         else:
-            output = self.executor.module(self.inputs[i])
+            output = self.executor.module(apply(_Enter, self.inputs[i]))
         if self.executor.is_last:
             output = self.finish(output, i)
         elif not isinstance(output, Tensor):
