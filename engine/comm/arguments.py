@@ -104,9 +104,9 @@ def plain(x: Tensor) -> Tensor:
 
     Memory with gaps is not the only other kind: a conjugated or negated view has a pending change in it.
     """
-    return (
-        x if x.is_contiguous() and not x.is_conj() and not x.is_neg() else x.resolve_conj().resolve_neg().contiguous()
-    )
+    if x.is_contiguous() and not x.is_conj() and not x.is_neg():
+        return x
+    return x.resolve_conj().resolve_neg().contiguous()
 
 
 def mark_changed(x: Tensor) -> None:
