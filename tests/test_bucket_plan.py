@@ -123,7 +123,7 @@ def test_this_plan_is_this_one() -> None:
 
 
 def test_fewer_elements_than_ranks_leaves_empty_shards() -> None:
-    """Case B52: a 3-element parameter on 4 ranks."""
+    """A 3-element parameter on 4 ranks."""
     (bucket,) = plan_buckets(infos([3]), 100, 4)
     assert (bucket.used, bucket.numel, bucket.shard) == (3, 4, 1)
     held = [bucket.ranges(*bucket.bounds(rank), key=lambda _: 0) for rank in range(4)]
@@ -131,7 +131,7 @@ def test_fewer_elements_than_ranks_leaves_empty_shards() -> None:
 
 
 def test_zero_size_parameters_have_a_place_and_no_elements() -> None:
-    """Case B52: parameters of 8, 0 and 24 elements on 2 ranks."""
+    """Parameters of 8, 0 and 24 elements on 2 ranks."""
     (bucket,) = plan_buckets(infos([8, 0, 24]), 1000, 2)
     assert bucket.slices == (Slice(0, 0, 8), Slice(1, 8, 8), Slice(2, 8, 32))
     assert [bucket.bounds(rank) for rank in range(2)] == [(0, 16), (16, 32)]
@@ -149,7 +149,7 @@ def test_a_limit_below_every_parameter_gives_each_its_own_bucket() -> None:
 def test_names_groups_and_counting_do_not_move_elements(
     own: list[ParameterInfo], limit: float, shards: int, data: Any
 ) -> None:
-    """Cases B12 and B57: ranks whose groups or names differ still reduce the same memory in the same order."""
+    """Ranks whose groups or names differ still reduce the same memory in the same order."""
     other = [
         dataclasses.replace(info, name=name, group=data.draw(st.integers(0, 5)), counted=data.draw(st.booleans()))
         for name, info in zip("abcdefghijkl", own, strict=False)

@@ -99,7 +99,7 @@ def sum_inside_autograd(mesh: engine.Mesh) -> tuple[float, float, float]:
 
 
 def test_the_gradient_follows_the_paths_through_the_other_ranks(world: World) -> None:
-    """Case B19: a plain all-reduce gives 12 and 24 for x."""
+    """A plain all-reduce gives 12 and 24 for x."""
     assert world.run(Layout(tensor=2), sum_inside_autograd) == [(6.0, 24.0, 36.0), (6.0, 24.0, 36.0)]
 
 

@@ -53,7 +53,7 @@ def waited(result: Any) -> Any:
     return result.wait() if hasattr(result, "wait") else result
 
 
-# ---- case B01: ranks are positions inside the group ------------------------------------------------------------------
+# ---- ranks are positions inside the group ------------------------------------------------------------------
 
 
 def call_with_peers(mesh: Mesh, peer: int) -> dict[str, Any]:
@@ -92,7 +92,7 @@ def test_peers_are_positions_inside_the_group(world: World, peer: int) -> None:
         }
 
 
-# ---- case B04: every axis of a cube ----------------------------------------------------------------------------------
+# ---- every axis of a cube ----------------------------------------------------------------------------------
 
 
 def sum_over_axes(mesh: Mesh) -> dict[str, Any]:
@@ -158,7 +158,7 @@ def test_collectives_give_the_plain_answer(world: World, n: int) -> None:
         assert got["0-d"] == n * (n + 1) / 2
 
 
-# ---- case B02: strided memory ----------------------------------------------------------------------------------------
+# ---- strided memory ----------------------------------------------------------------------------------------
 
 # Views of a 12 x 36 tensor; every dim of each divides by 2 and by 3.
 VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -341,7 +341,7 @@ def test_zero_elements_are_carried_with_their_shape(world: World, n: int) -> Non
                 assert got[f"{shape} gather {dim}"] == tuple(whole)
 
 
-# ---- case B08: dtypes ------------------------------------------------------------------------------------------------
+# ---- dtypes ------------------------------------------------------------------------------------------------
 
 REDUCED = (
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.uint8, torch.int32, torch.int64,
@@ -509,7 +509,7 @@ def test_lazily_negated_views_are_carried_by_value(world: World) -> None:
         }
 
 
-# ---- case B09: averages ----------------------------------------------------------------------------------------------
+# ---- averages ----------------------------------------------------------------------------------------------
 
 
 def average(mesh: Mesh) -> dict[str, Any]:
@@ -541,7 +541,7 @@ def test_a_mean_is_divided_once_by_the_groups_size(world: World, layout: Layout)
         assert text.endswith("the mean of torch.int64 is no torch.int64: use sum, or a floating dtype")
 
 
-# ---- case B14: asynchronous handles ----------------------------------------------------------------------------------
+# ---- asynchronous handles ----------------------------------------------------------------------------------
 
 
 def start_and_drop(mesh: Mesh) -> dict[str, Any]:
@@ -660,7 +660,7 @@ def test_several_calls_in_flight_keep_their_own_results(world: World) -> None:
             torch.testing.assert_close(result, reduced([held(r, size) for r in range(3)], op), rtol=1e-14, atol=0)
 
 
-# ---- case B29: point to point ----------------------------------------------------------------------------------------
+# ---- point to point ----------------------------------------------------------------------------------------
 
 
 def cross(mesh: Mesh, size: int) -> Tensor:

@@ -91,7 +91,7 @@ def test_backends() -> None:
     ]
 
 
-# ---- case B88: the device comes before the groups --------------------------------------------------------------------
+# ---- the device comes before the groups --------------------------------------------------------------------
 
 
 def record_opening(kind: str, monkeypatch: pytest.MonkeyPatch) -> list[list[Any]]:
@@ -156,7 +156,7 @@ def test_npu_goes_first_is_activated_before_any_group_and_hccl_gets_no_device() 
         assert calls == [["set_device", f"npu:{rank}"], ["init_process_group", "hccl", None, rank], "stopped"]
 
 
-# ---- case B88: a CPU run touches no accelerator ----------------------------------------------------------------------
+# ---- a CPU run touches no accelerator ----------------------------------------------------------------------
 
 
 class WatchImports:
@@ -234,7 +234,7 @@ def test_the_package_imports_without_torch_npu_and_wakes_no_accelerator() -> Non
     assert done.stdout == "cpu False\n", done.stderr
 
 
-# ---- case B86: what HCCL cannot carry --------------------------------------------------------------------------------
+# ---- what HCCL cannot carry --------------------------------------------------------------------------------
 
 
 class Recorder:
@@ -314,7 +314,7 @@ def test_flags_and_comparisons_go_to_hccl_as_int32(hccl: Any) -> None:
 
 
 def test_a_flag_does_not_overflow_over_256_ranks() -> None:
-    """Case B16: 256 summed bytes would be 0 again."""
+    """256 summed bytes would be 0 again."""
     comm = Communicator("world", range(256), 0, CPU, where="rank 0", transport=Recorder(256))  # type: ignore[arg-type]
     assert comm.any(True) is True
     assert comm.any(False) is False

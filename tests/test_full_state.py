@@ -116,6 +116,24 @@ def test_a_state_that_does_not_fit_is_refused_on_every_rank_and_changes_nothing(
         assert unchanged
 
 
+def one_bad(mesh: engine.Mesh) -> Any:
+    model = build(mesh)
+    state = engine.full_state_dict(model, mesh)
+    given = {} if mesh.rank == 1 else {name: torch.zeros_like(value) for name, value in state.items()}
+    text = error_of(engine.load_full_state_dict, model, mesh, given)
+    after = engine.full_state_dict(model, mesh)
+    unchanged = all(torch.equal(after[name], state[name]) for name in state)
+    engine.load_full_state_dict(model, mesh, {name: value + mesh.data.rank for name, value in state.items()})
+    return text, unchanged, all(torch.equal(engine.full_state_dict(model, mesh)[name], state[name]) for name in state)
+
+
+def test_one_rank_with_a_wrong_state_stops_all_and_data_rank_zeros_values_count(world: World) -> None:
+    for rank, (text, unchanged, first) in enumerate(world.run(Layout(data=2), one_bad)):
+        assert ("missing: 0.token.weight" if rank == 1 else "another rank was given does not fit") in text
+        assert unchanged
+        assert first
+
+
 class Counter(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -15,7 +15,7 @@ from engine.errors import LayoutError, UsageError
 
 SIZES = st.integers(1, 6)
 
-# Case B06, and two layouts that no swap of axes maps onto themselves. Written down by hand.
+# A cube, and two layouts that no swap of axes maps onto themselves. Written down by hand.
 TABLES: dict[Layout, dict[str, Any]] = {
     Layout(data=2, pipeline=2, tensor=2): {
         "tensor": ((0, 1), (2, 3), (4, 5), (6, 7)),
@@ -92,7 +92,7 @@ def test_the_groups_of_an_axis_partition_the_world(data: int, pipeline: int, ten
         assert len({replace(place, **{axis: 0}) for place in places}) == 1, "only this axis differs inside a group"
 
 
-# ---- sizes that do not fit (case B85) --------------------------------------------------------------------------------
+# ---- sizes that do not fit --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

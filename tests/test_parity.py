@@ -126,7 +126,17 @@ def worst_error(got: Any, wanted: Any) -> float:
         return max(worst_error(g, w) for g, w in zip(got, wanted, strict=True))
     got, wanted = torch.as_tensor(got), torch.as_tensor(wanted)
     assert got.shape == wanted.shape
+    if not (got.isfinite().all() and wanted.isfinite().all()):
+        return float("inf")
     return ((got - wanted).abs().max() / wanted.abs().max().clamp(min=1e-300)).item()
+
+
+def test_a_number_that_is_none_cannot_pass_as_equal() -> None:
+    nan = float("nan")
+    assert worst_error([1.0, nan], [1.0, nan]) == float("inf")
+    assert (
+        worst_error({"a": torch.ones(2), "b": torch.tensor([1.0, nan])}, {"a": torch.ones(2), "b": torch.ones(2)}) > 1
+    )
 
 
 def reference(case: Case, start: dict[str, Tensor]) -> dict[str, Any]:

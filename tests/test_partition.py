@@ -1,4 +1,4 @@
-"""Cutting layers into stages: case B31 literally, and the balanced cut against trying every cut."""
+"""Cutting layers into stages: the counts literally, and the balanced cut against trying every cut."""
 
 from __future__ import annotations
 

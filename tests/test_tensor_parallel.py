@@ -227,7 +227,7 @@ def row_with_bias(mesh: Mesh) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("n", [2, 4])
 def test_the_row_bias_is_added_once(world: World, n: int) -> None:
-    """Case B17. Rows 0..3, 4..7, 8..11 times 1, 10, 100, 1000, plus 100, 200, 300."""
+    """Rows 0..3, 4..7, 8..11 times 1, 10, 100, 1000, plus 100, 200, 300."""
     for y, gradient in world.run(Layout(tensor=n), row_with_bias):
         assert y.tolist() == [[3210.0 + 100, 7654.0 + 200, 12098.0 + 300]]
         assert gradient.tolist() == [2.0, 3.0, 5.0]
@@ -316,7 +316,7 @@ GRADIENT = [0.0320586, 0.0871443, 0.2368828 - 1, 0.6439143]
 @pytest.mark.parametrize("shift", [0.0, 10000.0, -10000.0])
 @pytest.mark.parametrize("n", [1, 2, 4])
 def test_the_loss_of_1_2_3_4_at_2_is_1_44019(world: World, n: int, shift: float) -> None:
-    """Case B20; a wrong version gives 2.13334 on two ranks."""
+    """A wrong version gives 2.13334 on two ranks."""
     for rank, got in enumerate(world.run(Layout(tensor=n), lose, LOGITS + shift, torch.tensor([2]), None)):
         assert got["loss"].item() == pytest.approx(1.44019, abs=5e-6)
         expected = torch.tensor(GRADIENT, dtype=DOUBLE).chunk(n)[rank]
@@ -412,7 +412,7 @@ def test_the_loss_takes_any_strides_and_refuses_wrong_targets_on_every_rank(worl
         assert got["afterwards"] is (n > 1)
 
 
-# ---- replicated parameters do not drift (case B24) -------------------------------------------------------------------
+# ---- replicated parameters do not drift -------------------------------------------------------------------
 
 
 class HeadNorm(nn.Module):

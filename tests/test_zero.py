@@ -116,7 +116,7 @@ def train_with_buckets(mesh: engine.Mesh, sizes: list[float], stage: int) -> lis
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_bucket_size_and_stage_change_no_bit_on_two_ranks(world: World, stage: int) -> None:
-    # One element, one parameter, less than the largest parameter, more than the model: B55.
+    # One element, one parameter, less than the largest parameter, more than the model.
     results = world.run(Layout(data=2), train_with_buckets, [1e-9, 35 * 4 / 2**20, 60 / 2**20, 25.0], stage)
     reference = world.run(Layout(data=2), train_with_buckets, [25.0], 0)[0][0]
     for of_rank in results:
@@ -124,7 +124,7 @@ def test_bucket_size_and_stage_change_no_bit_on_two_ranks(world: World, stage: i
             assert all(torch.equal(weights[name], reference[name]) for name in reference)
 
 
-# ---- norms and gradients: B43, B44, B37 ----------------------------------------------------------------------------
+# ---- norms and gradients ----------------------------------------------------------------------------
 
 
 class Holder(nn.Module):

@@ -109,10 +109,6 @@ class World:
             rank.pipe.close()
         self._ranks = []
 
-    def pids(self) -> list[int]:
-        """Process ids of the living ranks."""
-        return [rank.process.pid for rank in self._ranks]
-
     def close(self) -> None:
         self.restart()
         self._folder.cleanup()

@@ -39,18 +39,26 @@ def load_full_state_dict(
     state: as `full_state_dict` returns it, the whole on every rank; a tied parameter may be left out under all but
     its first name. optimizer: the one over this model, when there is one. Every rank of the mesh must call it.
 
-    Raises UsageError on every rank, before anything is changed, for missing or unexpected names, wrong shapes, tied
-    names with different values, or values that differ between data ranks' dicts in name or shape.
+    Of several data ranks, rank 0's values count. Raises UsageError on every rank, before anything is changed, when any
+    rank's state has missing or unexpected names, wrong shapes, or different values for tied names.
     """
     if optimizer is not None:
         optimizer.parameters_replaced(model)
     local, placements = _local_state(model), placements_of(model)
     expected = {name: shape for stage in full_entries(local, placements, mesh) for name, shape, _ in stage}
     canonical = _canonical_names(model, mesh)
-    _check_state(state, expected, canonical)
+    problems = _problems(state, expected, canonical)
+    somewhere = mesh.world.any(bool(problems))
+    if problems:
+        raise UsageError(f"the state does not fit the model, nothing was loaded: {problems}")
+    if somewhere:
+        raise UsageError(
+            "the state that another rank was given does not fit the model, nothing was loaded: see its error"
+        )
     for name, target in local.items():
         full = state[name] if name in state else state[canonical[name]]
         target.copy_(placements.get(name, REPLICATED).shard(full, mesh.tensor.rank, mesh.tensor.size))
+        mesh.data.broadcast(target, 0)
 
 
 def _local_state(model: nn.Module) -> dict[str, Tensor]:
@@ -72,9 +80,10 @@ def _canonical_names(model: nn.Module, mesh: Mesh) -> dict[str, str]:
     return {name: canonical for stage in stages for name, canonical in stage.items()}
 
 
-def _check_state(
+def _problems(
     state: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]], canonical: Mapping[str, str]
-) -> None:
+) -> str:
+    """Return what keeps `state` from being loaded; an empty string for nothing."""
     missing = [name for name in expected if name not in state and canonical.get(name, name) not in state]
     unexpected = [name for name in state if name not in expected]
     wrong = [
@@ -93,5 +102,4 @@ def _check_state(
         for label, found in (("missing", missing), ("unexpected", hints), ("wrong shape", wrong), ("torn ties", torn))
         if found
     ]
-    if problems:
-        raise UsageError("the state does not fit the model, nothing was loaded: " + "; ".join(problems))
+    return "; ".join(problems)

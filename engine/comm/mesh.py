@@ -153,22 +153,26 @@ def init(
         where = devices.select(device, int(os.environ.get("LOCAL_RANK", 0)))
         devices.activate(where)
         return _mesh(layout, rank, where, seed, None, {}, None)
+    where = devices.select(device, int(os.environ.get("LOCAL_RANK", rank)))
     # Compared before the sizes are judged: ranks that were given different layouts should hear that.
+    started = {
+        "layout": str(layout),
+        "device": device,
+        "timeout": timeout,
+        "init_timeout": init_timeout,
+        "seed": seed,
+        "torch": torch.__version__,
+    }
     if store is not None:
         store = PrefixStore(f"engine/{store.add(f'engine/open/{rank}', 1)}", store)
-        started = {
-            "layout": str(layout),
-            "device": device,
-            "timeout": timeout,
-            "seed": seed,
-            "torch": torch.__version__,
-        }
         agree(store, rank, world_size, started, init_timeout)
+    else:
+        _check_existing_group(rank, world_size, where, started)
     layout = layout.resolve(world_size)
-    where = devices.select(device, int(os.environ.get("LOCAL_RANK", rank)))
     devices.activate(where)
     limit = timedelta(seconds=timeout)
-    _open_world(store, rank, world_size, where, limit)
+    if store is not None:
+        _open_world(store, rank, world_size, where, limit)
     made: list[dist.ProcessGroup] = []
 
     def close_groups() -> None:
@@ -250,17 +254,27 @@ def _groups(
     return own
 
 
-def _open_world(store: Store | None, rank: int, world_size: int, device: torch.device, timeout: timedelta) -> None:
-    """Make torch's default group over `store`; without one, check that the group which exists serves the device."""
+def _open_world(store: Store, rank: int, world_size: int, device: torch.device, timeout: timedelta) -> None:
+    """Make torch's default group over `store`."""
+    arguments = devices.group_arguments(device)
+    dist.init_process_group(
+        devices.backend(device), store=store, rank=rank, world_size=world_size, timeout=timeout, **arguments
+    )
+
+
+def _check_existing_group(rank: int, world_size: int, device: torch.device, started: dict[str, object]) -> None:
+    """Check that torch's default group serves the device, and that all of its ranks were started alike."""
     backend = devices.backend(device)
-    if store is not None:
-        arguments = devices.group_arguments(device)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout, **arguments)
-    elif backend not in dist.get_backend_config():
+    if backend not in dist.get_backend_config():
         raise UsageError(
             f"torch's default process group is on {dist.get_backend_config()}, but device {device} needs {backend}: "
             f"make it with that backend, or let engine.init make it"
         )
+    devices.activate(device)
+    transport = _world_transport(world_size)
+    world = Communicator("world", range(world_size), rank, device, where=f"rank {rank}", transport=transport)
+    world.check_equal("what engine.init was called with", started)
+    world.close()
 
 
 def _world_transport(world_size: int) -> TorchTransport:

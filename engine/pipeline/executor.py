@@ -199,6 +199,10 @@ class _Run:
 
 
 def _encode(meta: TensorMeta, device: torch.device) -> Tensor:
+    if meta.dtype not in _DTYPES:
+        raise UsageError(
+            f"an activation of {meta.dtype} cannot cross a stage: use one of {', '.join(map(str, _DTYPES))}"
+        )
     if len(meta.shape) > _MAX_DIMS:
         raise UsageError(f"an activation of {len(meta.shape)} dims: at most {_MAX_DIMS} can cross a stage")
     shape = list(meta.shape) + [0] * (_MAX_DIMS - len(meta.shape))

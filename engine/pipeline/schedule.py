@@ -75,7 +75,7 @@ SCHEDULES: dict[str, Schedule] = {"1f1b": one_f_one_b}
 def schedule_named(name: str) -> Schedule:
     """Return the schedule called `name`. Raises UsageError for an unknown one."""
     if name not in SCHEDULES:
-        raise UsageError(f"schedule={name!r}{did_you_mean(name, SCHEDULES)}: choose {', '.join(SCHEDULES)}")
+        raise UsageError(f"schedule={name!r}{did_you_mean(str(name), SCHEDULES)}: choose {', '.join(SCHEDULES)}")
     return SCHEDULES[name]
 
 
