@@ -95,8 +95,10 @@ class TrainStep:
         **kwargs. Inside, torch's generators run on a stream of (seed, data rank, stage, step); afterwards they are as
         before.
 
-        Raises LayoutError for rows that do not divide by the microbatches.
+        Raises LayoutError for rows that do not divide by the microbatches, UsageError for a loss without a gradient.
         """
+        if torch.is_inference_mode_enabled():
+            raise UsageError("a training step inside torch.inference_mode() would have no gradients: leave it first")
         batches = self._even_microbatches(inputs, targets)
         self.optimizer.zero_grad()
         sums = self._no_sums()

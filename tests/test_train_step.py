@@ -364,6 +364,28 @@ def test_a_loss_that_is_a_mean_is_refused(world: World) -> None:
         world.run(Layout(), mean_loss)
 
 
+def without_gradient(mesh: engine.Mesh) -> list[str]:
+    x, y = rows(2)
+    texts = []
+    for loss, mode in ((lambda o, t: squared(o.detach(), t), torch.no_grad), (squared, torch.inference_mode)):
+        step = make_step(mesh, loss=loss)
+        try:
+            with mode():
+                step(x, y)
+        except EngineError as error:
+            texts.append(str(error))
+    with torch.no_grad():  # no mistake: a step turns gradients on
+        texts.append(str(make_step(mesh)(x, y).grad_norm.item() > 0))
+    return texts
+
+
+def test_a_loss_without_a_gradient_is_refused_instead_of_training_on_zeros(world: World) -> None:
+    detached, inference, fine = world.run(Layout(data=2), without_gradient)[1]
+    assert "the loss has no gradient" in detached
+    assert "inference_mode" in inference
+    assert fine == "True"
+
+
 class Fails(nn.Module):
     def __init__(self, rank: int):
         super().__init__()

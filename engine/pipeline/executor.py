@@ -153,6 +153,13 @@ class _Run:
         output, gradient = self.outputs.pop(i), self.gradients.pop(i, None)
         if output.requires_grad:
             torch.autograd.backward([output], None if gradient is None else [gradient])
+        elif self.executor.is_last and self._is_trained(i):
+            raise UsageError("the loss has no gradient, although parameters require one: it was detached on the way")
+
+    def _is_trained(self, i: int) -> bool:
+        """Whether anything that this stage used for microbatch `i` requires a gradient."""
+        received = i in self.inputs and self.inputs[i].requires_grad
+        return received or any(parameter.requires_grad for parameter in self.executor.module.parameters())
 
     def exchange(self, exchange: Exchange) -> None:
         comm = self.executor.comm
