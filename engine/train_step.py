@@ -79,6 +79,8 @@ class TrainStep:
                 f"pipeline({mesh.layout.pipeline}) needs a PipelineModel, got {type(model).__name__}: "
                 f"list its layers as LayerSpecs"
             )
+        if optimizer.model is not model:
+            raise UsageError("the optimizer was built over another model: pass ZeroOptimizer the model of this step")
         self._schedule: Schedule = schedule_named(schedule)
         options = {"microbatches": microbatches, "schedule": schedule, "clip_grad_norm": clip_grad_norm}
         mesh.world.check_equal("TrainStep's options", options)

@@ -325,6 +325,7 @@ def refusals(mesh: engine.Mesh) -> list[str]:
         lambda: make_step(mesh, clip_grad_norm=0.0),
         lambda: make_step(mesh, microbatches=2 + mesh.rank),
         lambda: engine.TrainStep(nn.Linear(2, 2), step.optimizer, squared, mesh),
+        lambda: engine.TrainStep(make_step(mesh).model, step.optimizer, squared, mesh),
     ]
     texts = []
     for call in calls:
@@ -349,6 +350,7 @@ def test_wrong_batches_and_options_are_one_clear_error_on_every_rank(world: Worl
         "clip_grad_norm=0.0",
         "TrainStep's options differs over axis 'world': rank 1 (global 1) has",
         "pipeline(2) needs a PipelineModel, got Linear",
+        "the optimizer was built over another model",
     ]
     for texts in results:
         for text, part in zip(texts, expected, strict=True):

@@ -193,6 +193,38 @@ def test_a_tied_parameter_has_one_gradient_counted_once_and_stays_equal(world: W
         assert torch.equal(weights["0.weight"], weights["1.weight"])
 
 
+def tie_apart(mesh: engine.Mesh) -> list[str]:
+    texts = []
+    for case in ("frozen", "decay"):
+        specs = [engine.LayerSpec(nn.Linear, 2, 2, bias=False, tied={"table": "weight"}) for _ in range(2)]
+        model = engine.PipelineModel(specs, mesh, balance="uniform")
+        if case == "frozen" and mesh.pipeline.rank == 0:
+            model.requires_grad_(False)
+        groups = [{"params": list(model.named_parameters()), "weight_decay": 0.5 * mesh.pipeline.rank}]
+        try:
+            ZeroOptimizer(model, torch.optim.SGD, mesh, groups=None if case == "frozen" else groups, lr=0.1)
+        except EngineError as error:
+            texts.append(str(error))
+    return texts
+
+
+def test_a_tie_that_stages_train_differently_is_refused_on_every_rank(world: World) -> None:
+    for frozen, decay in world.run(Layout(pipeline=2), tie_apart):
+        assert "tied as 'table' is in group frozen on stage 0" in frozen
+        assert "tied as 'table' is in group (0, \"[('weight_decay', 0.0)]\") on stage 0" in decay
+
+
+def half_norm(mesh: engine.Mesh) -> float:
+    model = nn.Linear(100, 100, bias=False).half()
+    optimizer = ZeroOptimizer(model, torch.optim.SGD, mesh, lr=0.1)
+    model.weight.grad = torch.full_like(model.weight, 900.0)
+    return optimizer.finish_gradients().item()
+
+
+def test_the_norm_of_half_precision_gradients_does_not_overflow(world: World) -> None:
+    assert world.run(Layout(), half_norm) == [pytest.approx(90000.0, rel=1e-3)]
+
+
 def seen_ends(mesh: engine.Mesh) -> Any:
     """Ties over the first and last of four stages, and one over the middle ones."""
     spec = engine.LayerSpec

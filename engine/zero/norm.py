@@ -18,9 +18,16 @@ def global_norm(parts: Iterable[Tensor], world: Communicator) -> Tensor:
     the mesh must call it, also with no parts.
     """
     dtype = exact_dtype(world.device)
-    squares = [torch.linalg.vector_norm(part).to(dtype).square() for part in parts if part.numel()]
+    squares = [_norm(part).to(dtype).square() for part in parts if part.numel()]
     total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=dtype, device=world.device)
     return world.all_reduce(total).sqrt()
+
+
+def _norm(part: Tensor) -> Tensor:
+    """Return the 2-norm, of half-precision elements in float32: their squares' sum is soon beyond their range."""
+    half = part.dtype in (torch.float16, torch.bfloat16)
+    norm: Tensor = torch.linalg.vector_norm(part, dtype=torch.float32 if half else None)
+    return norm
 
 
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:

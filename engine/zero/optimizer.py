@@ -75,6 +75,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         _check_same(
             mesh, model, named_groups, optimizer_class, {"stage": stage, "bucket_mib": bucket_mib, **optimizer_kwargs}
         )
+        _check_ties(mesh, model, named_groups)
         self._named = [each for _, members in named_groups for each in members]
         parameters = [parameter for _, parameter in self._named]
         names = {id(parameter): name for name, parameter in self._named}
@@ -189,6 +190,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 del local[tie.name]
         order = [name for name, _ in self._model.named_parameters() if name in local]
         return full_tensors({name: local[name] for name in order}, self._placements, self._mesh)
+
+    @property
+    def model(self) -> nn.Module:
+        """The model whose parameters are updated."""
+        return self._model
 
     def parameters_replaced(self, model: nn.Module) -> None:
         """Take notice that `model`'s parameters were given new values, by `load_full_state_dict`.
@@ -355,6 +361,25 @@ def _check_same(
     others = [(name, tuple(b.shape)) for name, b in model.named_buffers()]
     for comm in (mesh.data, mesh.tensor):
         comm.check_equal("the model's parameters", (shapes, others))
+
+
+def _check_ties(mesh: Mesh, model: nn.Module, groups: Sequence[tuple[dict[str, Any], list[Named]]]) -> None:
+    """Refuse, on every rank, a tied parameter that some stages train and others do not, or train with other options."""
+    placed = {
+        id(parameter): (number, repr(sorted(options.items())))
+        for number, (options, members) in enumerate(groups)
+        for _, parameter in members
+    }
+    own = {tie.key: placed.get(id(model.get_parameter(tie.name)), "frozen") for tie in ties_of(model)}
+    first: dict[str, tuple[int, object]] = {}
+    for stage in range(mesh.pipeline.size):
+        for key, what in mesh.pipeline.broadcast_object(own, stage).items():
+            known = first.setdefault(key, (stage, what))
+            if known[1] != what:
+                raise UsageError(
+                    f"the parameter tied as {key!r} is in group {known[1]} on stage {known[0]} and {what} on stage "
+                    f"{stage}: give every copy the same group and options, or freeze every copy"
+                )
 
 
 def _own_ties(model: nn.Module, named: Sequence[Named]) -> list[tuple[Tied, nn.Parameter]]:
