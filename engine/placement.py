@@ -74,6 +74,12 @@ class Tied:
     """Full name of the copy on this stage."""
 
 
+class StageModule(nn.Module):
+    """A module that holds one pipeline stage of a model, and knows which of its parameters other stages hold too."""
+
+    ties: tuple[Tied, ...] = ()
+
+
 def divide(total: int, parts: int, what: str) -> int:
     """Return total // parts. Raises LayoutError, naming `what`, when it does not divide."""
     if parts < 1 or total % parts:
@@ -122,5 +128,4 @@ def placements_of(module: nn.Module) -> dict[str, Placement]:
 
 def ties_of(module: nn.Module) -> tuple[Tied, ...]:
     """Return the parameters of `module` that other pipeline stages hold too, in one order on every stage."""
-    ties: tuple[Tied, ...] = getattr(module, "ties", ())
-    return ties
+    return module.ties if isinstance(module, StageModule) else ()

@@ -7,7 +7,7 @@ rows weigh more.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -26,6 +26,7 @@ from engine.pipeline.schedule import Schedule, forward_only, program, schedule_n
 from engine.zero import ZeroOptimizer
 
 Loss = Callable[[Any, Any], tuple[Tensor, Any]]
+_PLAIN = (bool, int, float, str, type(None))
 
 
 @dataclass(frozen=True)
@@ -147,13 +148,9 @@ class TrainStep:
         output is not one tensor.
         """
         batches = self._any_microbatches(inputs, None, least=1)
-        outputs: list[Tensor] = []
+        outputs: list[Any] = []
 
-        def finish(output: Any, _i: int) -> Tensor:
-            if not isinstance(output, Tensor):
-                raise UsageError(
-                    f"predict joins one tensor over the microbatches, the model returned {type(output).__name__}"
-                )
+        def finish(output: Any, _i: int) -> Any:
             outputs.append(output)
             return output
 
@@ -161,8 +158,12 @@ class TrainStep:
             self._run(forward_only, batches, finish)
             pipeline = self.mesh.pipeline
             last = pipeline.size - 1
-            joined = torch.cat(outputs) if outputs else None
-            shape, dtype = pipeline.broadcast_object((joined.shape, joined.dtype) if joined is not None else None, last)
+            wrong = next((type(output).__name__ for output in outputs if not isinstance(output, Tensor)), None)
+            joined = torch.cat(outputs) if outputs and wrong is None else None
+            told = pipeline.broadcast_object(wrong if joined is None else (joined.shape, joined.dtype), last)
+            if isinstance(told, str):
+                raise UsageError(f"predict joins one tensor over the microbatches, the model returned {told}")
+            shape, dtype = told
             result = torch.empty(shape, dtype=dtype, device=self.mesh.device) if joined is None else joined
             return pipeline.broadcast(result, last)
 
@@ -180,6 +181,12 @@ class TrainStep:
             raise UsageError(
                 "the loss function must return (sum, count): a 0-d tensor, not a mean, and how many rows it counts"
             )
+        count = result[1]
+        number = isinstance(count, int | float) or (isinstance(count, Tensor) and count.numel() == 1)
+        # A count on an accelerator is not looked at: that would wait for the device.
+        seen = number and not (isinstance(count, Tensor) and count.device.type != "cpu")
+        if not number or (seen and not 0 <= float(count) < float("inf")):
+            raise UsageError(f"the loss function's count is {count!r}: it must be one finite number, at least 0")
         return result
 
     def _no_sums(self) -> Tensor:
@@ -187,7 +194,7 @@ class TrainStep:
 
     def _add(self, sums: Tensor, total: Tensor, count: Any) -> None:
         sums[0] += total.detach()
-        sums[1] += count.detach() if isinstance(count, Tensor) else count
+        sums[1] += count.detach().reshape(()) if isinstance(count, Tensor) else count
 
     def _share(self, sums: Tensor) -> tuple[Tensor, Tensor]:
         """Return the global loss and count. Of equal sums in one data rank, the last stage's tensor rank 0 gives it."""
@@ -233,7 +240,7 @@ class TrainStep:
     def _split(self, inputs: Any, targets: Any, sizes: Sequence[int]) -> list[Microbatch]:
         """Move the rows to the mesh's device and cut them into consecutive parts of `sizes` rows."""
         here = _map((inputs, targets), lambda x: x.to(self.mesh.device))
-        signatures = {size: repr(_map(inputs, partial(_signature, rows=size))) for size in set(sizes)}
+        signatures = {size: _signature(inputs, size) for size in set(sizes)}
         batches = []
         for start, size in zip(accumulate(sizes, initial=0), sizes, strict=False):
             part, target = _map(here, partial(_narrow, start=start, rows=size))
@@ -243,28 +250,49 @@ class TrainStep:
 
 
 def _narrow(x: Tensor, start: int, rows: int) -> Tensor:
-    return x[start : start + rows]
+    return x[start : start + rows] if x.dim() else x
 
 
-def _signature(x: Tensor, rows: int) -> tuple[object, ...]:
-    return (x.dtype, rows, *x.shape[1:])
+def _signature(tree: Any, rows: int) -> object:
+    """Return what an activation's shape may depend on, for a part with `rows` rows; equal inputs give equal ones.
+
+    So of an object that is no plain value only its type counts: its repr or hash may be its address.
+    """
+    if isinstance(tree, Tensor):
+        return (tree.dtype, (rows, *tree.shape[1:]) if tree.dim() else ())
+    if isinstance(tree, dict):
+        return tuple((str(key), _signature(tree[key], rows)) for key in sorted(tree, key=str))
+    if isinstance(tree, list | tuple):
+        return tuple(_signature(value, rows) for value in tree)
+    return (type(tree).__qualname__, tree if isinstance(tree, _PLAIN) else None)
 
 
 def _map(tree: Any, function: Callable[[Tensor], Any]) -> Any:
-    """Apply `function` to every tensor with rows in nested tuples, lists and dicts; other values pass through."""
+    """Apply `function` to every tensor in nested tuples, lists and dicts; plain values and objects pass through.
+
+    Raises UsageError for anything else that holds rows, which would reach every microbatch whole.
+    """
     if isinstance(tree, Tensor):
-        return function(tree) if tree.dim() else tree
+        return function(tree)
     if isinstance(tree, dict):
         return {key: _map(value, function) for key, value in tree.items()}
     if isinstance(tree, list | tuple):
+        if isinstance(tree, list) and any(isinstance(value, int | float) for value in tree):
+            raise UsageError("a list of numbers is not cut into microbatches: make it a tensor, or a tuple of options")
         mapped = [_map(value, function) for value in tree]
         return type(tree)(*mapped) if hasattr(tree, "_fields") else type(tree)(mapped)
+    held = vars(tree).values() if hasattr(tree, "__dict__") else ()
+    if isinstance(tree, Mapping) or hasattr(tree, "__array__") or any(isinstance(x, Tensor) and x.dim() for x in held):
+        raise UsageError(
+            f"a {type(tree).__name__} is not cut into microbatches: pass its tensors in tuples, lists or dicts "
+            f"(torch.as_tensor for an array, dict(...) for a mapping)"
+        )
     return tree
 
 
 def _rows(inputs: Any, targets: Any) -> int:
     found: list[int] = []
-    _map((inputs, targets), lambda x: found.append(x.shape[0]))
+    _map((inputs, targets), lambda x: found.append(x.shape[0]) if x.dim() else None)
     if not found:
         raise UsageError("the inputs and targets hold no tensor with rows")
     if len(set(found)) > 1:

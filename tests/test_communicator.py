@@ -20,6 +20,7 @@ import engine
 from engine import Layout
 from engine.errors import DtypeError, LayoutError, UsageError
 from tests.world import World
+from tests.world import refusals as refusals_of
 
 Mesh = engine.Mesh
 SIZES = [2, 3, 5, 7]
@@ -1040,3 +1041,21 @@ def test_a_plan_refuses_to_send_and_knows_every_shape() -> None:
     assert mesh.pipeline.all_reduce(x) is x, "an axis of one is local in a plan too"
     with pytest.raises(LayoutError, match="rank 6 is outside"):
         engine.plan_mesh(layout, 6)
+
+
+def swap_in_place(mesh: engine.Mesh) -> tuple[bool, str]:
+    x = torch.full((1_000_003,), float(mesh.rank))
+    right = True
+    for turn in range(10):
+        mesh.data.exchange(sends=[(x, 1 - mesh.rank)], recvs=[(x, 1 - mesh.rank)])
+        right = right and bool((x == (mesh.rank + turn + 1) % 2).all())
+    buffer = torch.zeros(4)
+    return right, refusals_of(
+        [lambda: mesh.data.exchange(recvs=[(buffer[:3], 1 - mesh.rank), (buffer[2:], 1 - mesh.rank)])]
+    )[0]
+
+
+def test_exchange_swaps_in_place_and_refuses_two_messages_for_one_memory(world: World) -> None:
+    for right, text in world.run(Layout(data=2), swap_in_place):
+        assert right
+        assert "two received tensors share memory" in text

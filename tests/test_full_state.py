@@ -81,6 +81,7 @@ def refuse(mesh: engine.Mesh) -> Any:
         {**state, "0.position.weight": torch.zeros(5, 9)},
         {**state, "4.project.weight": torch.zeros_like(state["4.project.weight"])},
         {},
+        {**state, "2.up.weight": [1.0]},  # type: ignore[dict-item]
     ]
     texts = [error_of(engine.load_full_state_dict, model, mesh, each) for each in wrong]
     texts.append(error_of(engine.load_full_state_dict, other, mesh, state, optimizer=optimizer))
@@ -106,6 +107,7 @@ def test_a_state_that_does_not_fit_is_refused_on_every_rank_and_changes_nothing(
         "wrong shape: 0.position.weight is (5, 9), the model has (5, 8)",
         "torn ties: 4.project.weight differs from 0.token.weight, to which it is tied",
         "missing: 0.token.weight, 0.position.weight,",
+        "no tensors: 2.up.weight is a list",
         "built over another model",
         "between finish_gradients() and step()",
         "rank=99 is outside the mesh",
@@ -132,6 +134,17 @@ def test_one_rank_with_a_wrong_state_stops_all_and_data_rank_zeros_values_count(
         assert ("missing: 0.token.weight" if rank == 1 else "another rank was given does not fit") in text
         assert unchanged
         assert first
+
+
+def load_nan(mesh: engine.Mesh) -> bool:
+    model = build(mesh)
+    state = {name: torch.full_like(value, float("nan")) for name, value in engine.full_state_dict(model, mesh).items()}
+    engine.load_full_state_dict(model, mesh, state)
+    return all(value.isnan().all() for value in engine.full_state_dict(model, mesh).values())
+
+
+def test_a_diverged_state_with_ties_loads(world: World) -> None:
+    assert world.run(Layout(pipeline=2), load_nan) == [True, True]
 
 
 class Counter(nn.Module):

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import engine
 from engine import LayerSpec, Layout, PipelineModel, plan_mesh
 from engine.errors import LayoutError, UsageError
+from engine.placement import replicated
 from tests.world import World
 
 
@@ -159,3 +160,16 @@ def copy_and_use(mesh: engine.Mesh) -> Any:
 
 def test_a_deep_copy_has_weights_of_its_own_on_the_same_mesh(world: World) -> None:
     assert world.run(Layout(pipeline=2), copy_and_use) == [(True, True, True)] * 2
+
+
+def test_ties_that_would_be_summed_wrongly_are_refused() -> None:
+    two = [LayerSpec(nn.Linear, 4, 4, tied={"a": "weight", "b": "weight"}), *tied_specs()]
+    with pytest.raises(UsageError, match="ties one parameter under several keys"):
+        PipelineModel(two, plan_mesh(Layout(pipeline=3), 0))
+    mesh = plan_mesh(Layout(tensor=2), 0)
+    apart = [
+        LayerSpec(nn.LayerNorm, 4, tied={"n": "weight"}),
+        LayerSpec(lambda: replicated(nn.LayerNorm(4), gradient="sum"), tied={"n": "weight"}),
+    ]
+    with pytest.raises(UsageError, match="places it as Placement"):
+        PipelineModel(apart, mesh)

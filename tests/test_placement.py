@@ -13,7 +13,7 @@ from torch import nn
 
 import engine
 from engine.errors import LayoutError, UsageError
-from engine.placement import REPLICATED, Placement, Tied, divide, placements_of, replicated, ties_of
+from engine.placement import REPLICATED, Placement, StageModule, Tied, divide, placements_of, replicated, ties_of
 from engine.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 
 MESH = engine.plan_mesh(engine.Layout(tensor=2), rank=1)
@@ -185,8 +185,10 @@ def test_replicated_refuses_a_misspelt_gradient() -> None:
         replicated(nn.LayerNorm(2), gradient="summ")  # type: ignore[arg-type]
 
 
-def test_a_module_without_ties_has_none() -> None:
-    model = nn.Linear(2, 2)
-    assert ties_of(model) == ()
-    model.ties = (Tied("key", "0.weight", (0, 1), "3.weight"),)  # type: ignore[assignment]
-    assert ties_of(model) == (Tied("key", "0.weight", (0, 1), "3.weight"),)
+def test_only_a_stage_has_ties() -> None:
+    tie = Tied("key", "0.weight", (0, 1), "3.weight")
+    plain, stage = nn.Linear(2, 2), StageModule()
+    assert ties_of(stage) == ()
+    plain.ties = stage.ties = (tie,)  # type: ignore[assignment]
+    assert ties_of(plain) == ()
+    assert ties_of(stage) == (tie,)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import UserDict
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import pytest
@@ -12,7 +15,7 @@ from torch import Tensor, nn
 import engine
 from engine import LayerSpec, Layout
 from engine.errors import EngineError
-from tests.world import World, WorldError
+from tests.world import World, WorldError, refusals
 
 
 class Layer(nn.Module):
@@ -313,7 +316,7 @@ def test_random_streams_differ_by_data_rank_stage_and_step_and_agree_over_tensor
 # ---- wrong input ---------------------------------------------------------------------------------------------------
 
 
-def refusals(mesh: engine.Mesh) -> list[str]:
+def misuse(mesh: engine.Mesh) -> list[str]:
     step = make_step(mesh, microbatches=3)
     x, y = rows(6)
     calls: list[Any] = [
@@ -327,20 +330,13 @@ def refusals(mesh: engine.Mesh) -> list[str]:
         lambda: engine.TrainStep(nn.Linear(2, 2), step.optimizer, squared, mesh),
         lambda: engine.TrainStep(make_step(mesh).model, step.optimizer, squared, mesh),
     ]
-    texts = []
-    for call in calls:
-        try:
-            call()
-        except EngineError as error:
-            texts.append(str(error))
-        else:
-            texts.append("no error")
+    texts = refusals(calls)
     step(x, y)  # nothing was sent by any of them: the mesh still works
     return texts
 
 
 def test_wrong_batches_and_options_are_one_clear_error_on_every_rank(world: World) -> None:
-    results = world.run(Layout(pipeline=2), refusals)
+    results = world.run(Layout(pipeline=2), misuse)
     expected = [
         "a batch of 4 rows does not divide into 3 microbatches: give each data rank a multiple of 3 rows, or",
         "different numbers of rows, [6, 3]",
@@ -416,3 +412,116 @@ def test_one_rank_that_raises_mid_step_ends_all_ranks_and_is_named_first(world: 
     assert "planted in the forward of one rank" in caught.value.reports[3]
     assert sorted(caught.value.reports) == [0, 1, 2, 3]
     assert all("CommunicationError: rank" in text for rank, text in caught.value.reports.items() if rank != 3)
+
+
+class TakesAnything(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 5, dtype=torch.float64)
+
+    def forward(self, x: Tensor, _tag: Any) -> Tensor:
+        return self.linear(x)
+
+
+class Tag:
+    """An object whose repr is its address."""
+
+
+def step_with_objects(mesh: engine.Mesh, keeps: int) -> list[float]:
+    model = engine.PipelineModel([LayerSpec(TakesAnything), LayerSpec(nn.Linear, 5, 4, dtype=torch.float64)], mesh)
+    optimizer = engine.zero.ZeroOptimizer(model, torch.optim.SGD, mesh, lr=0.1)
+    step = engine.TrainStep(model, optimizer, squared, mesh)
+    kept, losses = [], []
+    for number in range(8):
+        tag = Tag()
+        if mesh.rank == keeps:
+            kept.append(tag)
+        losses.append(step((rows(3, 1)[0], tag), rows(3, 1)[1]).loss.item())
+        losses.append(step((rows(3, 1)[0], number), rows(3, 1)[1]).loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("keeps", [0, 1])
+def test_an_object_with_its_address_in_its_repr_does_not_part_the_stages(world: World, keeps: int) -> None:
+    for losses in world.run(Layout(pipeline=2), step_with_objects, keeps, timeout=20):
+        assert losses[-1] < losses[0]
+        assert all(later < earlier for earlier, later in itertools.pairwise(losses))
+
+
+@dataclass
+class Rows:
+    x: Tensor
+
+
+def uncut(mesh: engine.Mesh) -> list[str]:
+    step = make_step(mesh, microbatches=2)
+    x, y = rows(4)
+    calls = [
+        lambda other=other: step(x, other)
+        for other in (y.numpy(), Rows(y), UserDict(y=y), [[1.0], [2.0]], {"y": [1, 2]})
+    ]
+    return [*refusals(calls), *refusals([lambda: step.predict({"x": Rows(x)})])]
+
+
+def test_rows_in_containers_that_cannot_be_cut_are_refused_on_every_rank(world: World) -> None:
+    for texts in world.run(Layout(pipeline=2), uncut):
+        for text, kind in zip(
+            texts, ("ndarray", "Rows", "UserDict", "list of numbers", "list of numbers", "Rows"), strict=True
+        ):
+            assert f"a {kind} is not cut into microbatches" in text
+
+
+def odd_counts(mesh: engine.Mesh) -> list[str]:
+    counts = [-4, float("nan"), float("inf"), None, "3", torch.ones(2), torch.tensor(-1)]
+    x, y = rows(2)
+    texts = [
+        refusals([lambda count=count: make_step(mesh, loss=lambda o, t: (squared(o, t)[0], count))(x, y)])[0]
+        for count in counts
+    ]
+    make_step(mesh, loss=lambda o, t: (squared(o, t)[0], torch.tensor([2])))(x, y)
+    return texts
+
+
+def test_a_count_that_is_no_finite_number_from_zero_is_refused(world: World) -> None:
+    assert all("the loss function's count is" in text for text in world.run(Layout(), odd_counts)[0])
+
+
+class TwoOutputs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.linear(x)
+        return y, y
+
+
+def predict_pairs(mesh: engine.Mesh) -> str:
+    model = engine.PipelineModel([LayerSpec(Layer), LayerSpec(TwoOutputs)], mesh, balance="uniform")
+    optimizer = engine.zero.ZeroOptimizer(model, torch.optim.SGD, mesh, lr=0.1)
+    step = engine.TrainStep(model, optimizer, lambda o, t: squared(o[0], t), mesh)
+    text = refusals([lambda: step.predict(rows(2)[0])])[0]
+    step(*rows(2))  # every rank left predict together
+    return text
+
+
+def test_a_prediction_that_is_no_tensor_is_refused_on_every_stage(world: World) -> None:
+    assert all("the model returned tuple" in text for text in world.run(Layout(pipeline=2), predict_pairs))
+
+
+def mixed_precision(mesh: engine.Mesh) -> list[float]:
+    specs = [LayerSpec(nn.Linear, 4, 4), LayerSpec(nn.Linear, 4, 4)]
+    model = engine.PipelineModel(specs, mesh, balance="uniform")
+    optimizer = engine.zero.ZeroOptimizer(model, torch.optim.SGD, mesh, lr=0.0)
+    step = engine.TrainStep(model, optimizer, lambda o, t: squared(o.float(), t), mesh, microbatches=2)
+    x, y = (tensor.float() for tensor in rows(4))
+    losses = [step(x, y).loss.item()]
+    with torch.autocast("cpu", torch.bfloat16):
+        losses += [step(x, y).loss.item(), step.evaluate(x, y).loss.item()]
+    return [*losses, step(x, y).loss.item()]
+
+
+def test_steps_with_and_without_autocast_may_alternate(world: World) -> None:
+    for full, half, evaluated, again in world.run(Layout(pipeline=2), mixed_precision):
+        assert full == again != half == evaluated
+        assert half == pytest.approx(full, rel=0.02)

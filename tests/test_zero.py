@@ -16,7 +16,7 @@ from engine.placement import Placement, replicated
 from engine.tensor_parallel import ColumnParallelLinear
 from engine.zero import ZeroOptimizer
 from engine.zero.norm import clip_factor
-from tests.world import World
+from tests.world import World, refusals
 
 
 def small_model(dtype: torch.dtype = torch.float64) -> nn.Sequential:
@@ -340,7 +340,7 @@ def test_modules_marked_as_partial_are_summed_over_the_tensor_axis_and_others_ar
 # ---- misuse --------------------------------------------------------------------------------------------------------
 
 
-def refusals(mesh: engine.Mesh) -> list[str]:
+def misuse(mesh: engine.Mesh) -> list[str]:
     def make(**options: Any) -> ZeroOptimizer:
         return ZeroOptimizer(small_model(), torch.optim.SGD, mesh, **{"lr": 0.1, **options})
 
@@ -385,15 +385,7 @@ def refusals(mesh: engine.Mesh) -> list[str]:
         finished.finish_gradients,
         again,
     ]
-    texts = []
-    for call in calls:
-        try:
-            call()
-        except EngineError as error:
-            texts.append(str(error))
-        else:
-            texts.append("no error")
-    return texts
+    return refusals(calls)
 
 
 def test_misuse_is_one_clear_error_on_every_rank(world: World) -> None:
@@ -402,8 +394,8 @@ def test_misuse_is_one_clear_error_on_every_rank(world: World) -> None:
         "bucket_mib=0: a bucket needs a size above 0 MiB",
         "ZeroOptimizer's options differs over axis 'world': rank 1 (global 1) has",
         "LBFGS does not update each element by itself",
-        "the model's parameters differs over axis 'data'",
-        "the model's parameters differs over axis 'data'",
+        "the model's parameters and their groups differs over axis 'data'",
+        "the model's parameters and their groups differs over axis 'data'",
         "1 parameters require a gradient but are in no group, the first is '0.weight'",
         "'0.weight' is in two groups",
         "'x' is no parameter of the model",
@@ -417,7 +409,7 @@ def test_misuse_is_one_clear_error_on_every_rank(world: World) -> None:
         "finish_gradients was already called for this step",
         "call zero_grad() before the next backward",
     ]
-    for texts in world.run(Layout(data=2), refusals):
+    for texts in world.run(Layout(data=2), misuse):
         for text, part in zip(texts, expected, strict=True):
             assert part in text
 
@@ -481,3 +473,51 @@ def memory(mesh: engine.Mesh, stage: int) -> tuple[int, int, int]:
 @pytest.mark.parametrize(("stage", "state", "gradients"), [(0, 200000, 100000), (1, 50000, 100000), (2, 50000, 25000)])
 def test_each_stage_keeps_what_it_says(world: World, stage: int, state: int, gradients: int) -> None:
     assert world.run(Layout(data=4), memory, stage) == [(state, gradients, 0)] * 4
+
+
+def options_apart(mesh: engine.Mesh) -> list[str]:
+    model = small_model()
+    named = list(model.named_parameters())
+
+    def make(groups: Any) -> Any:
+        return lambda: ZeroOptimizer(model, torch.optim.SGD, mesh, groups=groups, stage=0, lr=0.1)
+
+    return refusals(
+        [
+            make([{"params": named, "lr": 0.1 * (1 + mesh.rank)}]),
+            make([{"params": set(named)}]),
+            make([{"lr": 0.1}]),
+            lambda: ZeroOptimizer(model.parameters(), torch.optim.SGD, mesh, lr=0.1),  # type: ignore[arg-type]
+            lambda: ZeroOptimizer(model, torch.optim.SGD(model.parameters()), mesh, lr=0.1),  # type: ignore[arg-type]
+        ]
+    )
+
+
+def test_groups_that_differ_or_have_no_order_and_wrong_kinds_are_refused(world: World) -> None:
+    for lr, unordered, none, parameters, instance in world.run(Layout(data=2), options_apart):
+        assert "the model's parameters and their groups differs over axis 'data'" in lr
+        assert "params must be an ordered list" in unordered
+        assert "params must be an ordered list" in none
+        assert "ZeroOptimizer takes the model, not generator" in parameters
+        assert "give a torch optimizer's class" in instance
+
+
+def plain_on_stages(mesh: engine.Mesh) -> list[str]:
+    return refusals([lambda: ZeroOptimizer(small_model(), torch.optim.SGD, mesh, lr=0.1)])
+
+
+def test_a_plain_module_on_several_stages_is_refused(world: World) -> None:
+    assert all("needs a PipelineModel, got Sequential" in t for (t,) in world.run(Layout(pipeline=2), plain_on_stages))
+
+
+class HasTies(nn.Linear):
+    ties = True
+
+
+def own_attribute(mesh: engine.Mesh) -> float:
+    optimizer = ZeroOptimizer(HasTies(2, 2), torch.optim.SGD, mesh, lr=0.1)
+    return optimizer.finish_gradients().item()
+
+
+def test_a_modules_own_attribute_named_ties_is_its_own(world: World) -> None:
+    assert world.run(Layout(), own_attribute) == [0.0]

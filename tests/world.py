@@ -17,7 +17,7 @@ import signal
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing import connection
 from pathlib import Path
@@ -59,6 +59,19 @@ class _Rank:
     process: Any
     pipe: connection.Connection
     stacks: Path
+
+
+def refusals(calls: Sequence[Callable[[], Any]]) -> list[str]:
+    """Return the text of the engine's error that each call raises, or "no error"."""
+    texts = []
+    for call in calls:
+        try:
+            call()
+        except engine.EngineError as error:
+            texts.append(str(error))
+        else:
+            texts.append("no error")
+    return texts
 
 
 class World:

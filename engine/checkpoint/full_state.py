@@ -80,12 +80,20 @@ def _canonical_names(model: nn.Module, mesh: Mesh) -> dict[str, str]:
     return {name: canonical for stage in stages for name, canonical in stage.items()}
 
 
+def _equal(a: Tensor, b: Tensor) -> bool:
+    """Whether all values are the same, of which NaN is one."""
+    return a.dtype == b.dtype and torch.allclose(a, b, rtol=0.0, atol=0.0, equal_nan=True)
+
+
 def _problems(
     state: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]], canonical: Mapping[str, str]
 ) -> str:
     """Return what keeps `state` from being loaded; an empty string for nothing."""
     missing = [name for name in expected if name not in state and canonical.get(name, name) not in state]
     unexpected = [name for name in state if name not in expected]
+    strange = [f"{name} is a {type(value).__name__}" for name, value in state.items() if not isinstance(value, Tensor)]
+    if strange:
+        return f"no tensors: {', '.join(strange[:8])}"
     wrong = [
         f"{name} is {tuple(state[name].shape)}, the model has {shape}"
         for name, shape in expected.items()
@@ -94,7 +102,7 @@ def _problems(
     torn = [
         f"{name} differs from {first}, to which it is tied"
         for name, first in canonical.items()
-        if name in state and first in state and not wrong and not torch.equal(state[name], state[first])
+        if name in state and first in state and not wrong and not _equal(state[name], state[first])
     ]
     hints = [name + did_you_mean(name, missing) for name in unexpected]
     problems = [

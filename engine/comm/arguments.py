@@ -133,6 +133,13 @@ def _outside_autograd(x: Tensor) -> AbstractContextManager[None]:
     return torch.inference_mode() if x.is_inference() else torch.no_grad()
 
 
+def overlap(a: Tensor, b: Tensor) -> bool:
+    """Whether two contiguous tensors share memory."""
+    first, second = a.data_ptr(), b.data_ptr()
+    inside = first < second + b.numel() * b.element_size() and second < first + a.numel() * a.element_size()
+    return inside and a.numel() > 0 and b.numel() > 0
+
+
 def same_memory(a: Tensor, b: Tensor) -> bool:
     """Whether both are the same elements in the same order."""
     return a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride()

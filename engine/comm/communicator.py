@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal, TypeVar, overload
 
 import torch
@@ -23,6 +24,7 @@ from engine.comm.arguments import (
     check_tensors,
     mark_changed,
     on_the_wire,
+    overlap,
     plain,
     result_like,
     same_memory,
@@ -31,36 +33,11 @@ from engine.comm.arguments import (
     write,
 )
 from engine.comm.transport import TorchTransport, Works
+from engine.comm.work import Work
 from engine.errors import CommunicationError, EngineError, UsageError
 
 _R = TypeVar("_R")
 Op = Literal["sum", "mean", "max", "min", "prod"]
-
-
-class Work:
-    """A started operation. `wait` returns its result; the handle keeps every buffer alive until then."""
-
-    def __init__(self, comm: Communicator, what: str, works: Works, finish: Callable[[], Any], buffers: object) -> None:
-        self._comm, self._what, self._works, self._finish = comm, what, works, finish
-        self._buffers = buffers
-        self._started = time.monotonic()
-        self._result: Any = None
-        self._done = False
-
-    def wait(self) -> Any:
-        """Wait until the operation is done and return its result. Waiting again returns the same result.
-
-        Raises CommunicationError when a peer is gone or the time limit has passed.
-        """
-        if not self._done:
-            try:
-                self._comm._wait(self._works)
-            except RuntimeError as error:
-                raise self._comm._failure(self._what, error, time.monotonic() - self._started) from error
-            self._result = self._finish()
-            self._done = True
-            self._works, self._buffers = [], None
-        return self._result
 
 
 class Communicator:
@@ -288,8 +265,13 @@ class Communicator:
             check_peer(label, peer, self.size, "peer")
             if peer == self.rank:
                 raise UsageError(f"{label}: peer {peer} is this rank itself: copy the tensor instead")
-        wire = [(plain(x), peer) for x, peer in sends if x.numel()]
         into = [(x, plain(x), peer) for x, peer in recvs]
+        filled = [buffer for _, buffer, _ in into]
+        if any(overlap(a, b) for i, a in enumerate(filled) for b in filled[:i]):
+            raise UsageError(f"{label}: two received tensors share memory: give each its own")
+        # A message must not change before it has left: one that lies where another arrives travels as a copy.
+        wire = [(plain(x), peer) for x, peer in sends if x.numel()]
+        wire = [(x.clone() if any(overlap(x, buffer) for buffer in filled) else x, peer) for x, peer in wire]
         for x, _ in recvs:
             mark_changed(x)
         listed = [f"to {p} {shape_of(x)}" for x, p in sends] + [f"from {p} {shape_of(x)}" for x, p in recvs]
@@ -397,7 +379,7 @@ class Communicator:
             works = start(transport)
         except RuntimeError as error:
             raise self._failure(what, error, time.monotonic() - started) from error
-        work = Work(self, what, works, finish, buffers)
+        work = Work(partial(self._wait, what, works, started), finish, buffers)
         if async_op:
             return work
         result: _R = work.wait()
@@ -405,11 +387,14 @@ class Communicator:
 
     def _local(self, result: _R, async_op: bool) -> _R | Work:
         """Hand back what a group of one, or an empty tensor, gives without sending."""
-        return Work(self, "local", [], lambda: result, None) if async_op else result
+        return Work(lambda: None, lambda: result, None) if async_op else result
 
-    def _wait(self, works: Works) -> None:
-        if works:
-            self._live("wait").wait(works)
+    def _wait(self, what: str, works: Works, started: float) -> None:
+        try:
+            if works:
+                self._live(what).wait(works)
+        except RuntimeError as error:
+            raise self._failure(what, error, time.monotonic() - started) from error
 
     def _live(self, what: str) -> TorchTransport:
         if self._planned:

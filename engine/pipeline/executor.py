@@ -24,6 +24,7 @@ _DTYPES = (
     torch.uint8, torch.bool, torch.complex64, torch.complex128,
 )  # fmt: skip
 _MAX_DIMS = 12
+_MAX_SHAPES = 256
 
 
 @dataclass(frozen=True)
@@ -89,20 +90,23 @@ class Executor:
         known = self._outgoing.get(key)
         if known is None:
             self.comm.send(_encode(meta, self.device), peer)
-            self._outgoing[key] = meta
+            _remember(self._outgoing, key, meta)
         elif known != meta:
             raise UsageError(
-                f"stage {self.comm.rank}: for equal inputs the output was {known} before and is {meta} now: "
-                f"an output's shape may depend on the shapes of the inputs, not on their values"
+                f"stage {self.comm.rank}: for inputs of these shapes the output was {known} before and is {meta} now: "
+                f"what crosses a stage may depend on the inputs' shapes and plain values, not on tensors' values, on "
+                f"other objects, or on what was frozen since"
             )
         return meta
 
     def learn(self, key: object, peer: int) -> TensorMeta:
         """Return the shape that `peer` announced for inputs like these; receive the announcement the first time."""
-        if key not in self._incoming:
+        meta = self._incoming.get(key)
+        if meta is None:
             header = torch.empty(_MAX_DIMS + 3, dtype=torch.int32, device=self.device)
-            self._incoming[key] = _decode(self.comm.recv(header, peer))
-        return self._incoming[key]
+            meta = _decode(self.comm.recv(header, peer))
+            _remember(self._incoming, key, meta)
+        return meta
 
     def knows(self, key: object) -> bool:
         """Whether the shape of the activation that comes for these inputs is known."""
@@ -132,13 +136,17 @@ class _Run:
         self.outputs: dict[int, Tensor] = {}
         self.gradients: dict[int, Tensor] = {}  # received, of the outputs
         self.metas: dict[int, TensorMeta] = {}
+        kind = executor.device.type
+        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        self.mode = (torch.is_grad_enabled(), autocast)  # what an output's kind depends on besides its inputs
 
     def forward(self, action: Compute) -> None:
         i, batch = action.microbatch, self.microbatches[action.microbatch]
         if self.executor.is_first:
             output = self.executor.module(*batch.args, **batch.kwargs)
         else:
-            output = self.executor.module(apply(_Enter, self.inputs[i]))
+            received = self.inputs[i] if torch.is_grad_enabled() else self.inputs.pop(i)
+            output = self.executor.module(apply(_Enter, received))
         if self.executor.is_last:
             output = self.finish(output, i)
         elif not isinstance(output, Tensor):
@@ -178,7 +186,7 @@ class _Run:
                 self.outputs.pop(message.microbatch, None)
 
     def _key(self, message: Message) -> object:
-        return (self.microbatches[message.microbatch].signature, torch.is_grad_enabled())
+        return (self.microbatches[message.microbatch].signature, *self.mode)
 
     def _outgoing(self, message: Message) -> Tensor | None:
         if message.kind == "activation":
@@ -203,6 +211,13 @@ class _Run:
             return None
         self.gradients[i] = torch.empty(meta.shape, dtype=meta.dtype, device=self.executor.device)
         return self.gradients[i]
+
+
+def _remember(known: dict[object, TensorMeta], key: object, meta: TensorMeta) -> None:
+    """Store `meta`. Both sides of a pair store the same in the same order, so they also forget alike."""
+    if len(known) >= _MAX_SHAPES:
+        known.clear()
+    known[key] = meta
 
 
 def _encode(meta: TensorMeta, device: torch.device) -> Tensor:

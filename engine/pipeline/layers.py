@@ -18,7 +18,7 @@ from engine.comm.mesh import Mesh
 from engine.device import random_stream, stream_seed
 from engine.errors import UsageError, did_you_mean
 from engine.pipeline import partition
-from engine.placement import Tied
+from engine.placement import StageModule, Tied, placements_of
 
 _BALANCES = ("compute", "uniform")
 
@@ -60,7 +60,7 @@ class LayerSpec:
         return getattr(self.module_class, "__name__", repr(self.module_class))
 
 
-class PipelineModel(nn.Module):
+class PipelineModel(StageModule):
     """This rank's stage of a list of layers. Each layer's output is the next one's only argument, as in nn.Sequential.
 
     `layers`: the indices that live here. `ties`: the parameters that other stages hold too. Its forward runs this
@@ -117,6 +117,10 @@ class PipelineModel(nn.Module):
         """
         holders: dict[str, list[int]] = defaultdict(list)
         for index, spec in enumerate(self.specs):
+            if len(set(spec.tied.values())) < len(spec.tied):
+                raise UsageError(
+                    f"layer {index} ({spec}) ties one parameter under several keys, {spec.tied}: use one key"
+                )
             for key in spec.tied:
                 holders[key].append(index)
         ties = []
@@ -129,20 +133,17 @@ class PipelineModel(nn.Module):
             here = [index for index in indices if index in self.layers]
             if not here:
                 continue
-            shared = self._first_value(key, indices[0])
+            first = self._first_layer(indices[0])
             for index in here:
-                _replace(self.get_submodule(str(index)), self.specs[index], key, shared)
+                _share(self.get_submodule(str(index)), self.specs[index], first, self.specs[indices[0]], key)
             if len(stages) > 1:
                 canonical, name = (f"{i}.{self.specs[i].tied[key]}" for i in (indices[0], here[0]))
                 ties.append(Tied(key, canonical, stages, name))
         return tuple(ties)
 
-    def _first_value(self, key: str, index: int) -> nn.Parameter:
-        """Return the parameter of layer `index`: its own where it lives here, else a copy drawn once more from the
-        same seed.
-        """
-        layer = self.get_submodule(str(index)) if index in self.layers else _build(self.specs, index, self.mesh.seed)
-        return _parameter(layer, self.specs[index], key)
+    def _first_layer(self, index: int) -> nn.Module:
+        """Return layer `index`: the one that lives here, else a copy drawn once more from the same seed."""
+        return self.get_submodule(str(index)) if index in self.layers else _build(self.specs, index, self.mesh.seed)
 
 
 def _build(specs: Sequence[LayerSpec], index: int, seed: int) -> nn.Module:
@@ -158,13 +159,17 @@ def _parameter(layer: nn.Module, spec: LayerSpec, key: str) -> nn.Parameter:
     return known[path]
 
 
-def _replace(layer: nn.Module, spec: LayerSpec, key: str, shared: nn.Parameter) -> None:
-    own = _parameter(layer, spec, key)
+def _share(layer: nn.Module, spec: LayerSpec, first: nn.Module, first_spec: LayerSpec, key: str) -> None:
+    """Make `layer`'s tied parameter the one of `first`, after checking that they are of one kind."""
+    own, shared = _parameter(layer, spec, key), _parameter(first, first_spec, key)
     if own.shape != shared.shape or own.dtype != shared.dtype:
         raise UsageError(
             f"tied key {key!r}: {spec}'s {spec.tied[key]} is {own.dtype} {tuple(own.shape)}, "
             f"the first layer's is {shared.dtype} {tuple(shared.shape)}"
         )
+    placed, first_placed = placements_of(layer)[spec.tied[key]], placements_of(first)[first_spec.tied[key]]
+    if placed != first_placed:
+        raise UsageError(f"tied key {key!r}: {spec} places it as {placed}, the first layer as {first_placed}")
     owner, _, name = spec.tied[key].rpartition(".")
     layer.get_submodule(owner)._parameters[name] = shared
 

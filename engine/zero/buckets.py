@@ -9,7 +9,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from engine.comm.communicator import Communicator, Work
+from engine.comm.communicator import Communicator
+from engine.comm.work import Work
 from engine.errors import UsageError
 from engine.zero.plan import Bucket
 

@@ -21,13 +21,11 @@ from engine.comm.mesh import Mesh
 from engine.errors import UsageError
 from engine.placement import Tied, placements_of, ties_of
 from engine.zero.buckets import FlatBucket
+from engine.zero.groups import Named, check_classes, check_same, check_ties, named_groups, options_of
 from engine.zero.norm import clip_factor, global_norm
 from engine.zero.plan import ParameterInfo, plan_buckets
 from engine.zero.ties import share
 
-Named = tuple[str, nn.Parameter]
-# Their update of an element depends on other elements, or they need gradients that a bucket does not carry.
-_NOT_ELEMENTWISE = frozenset({"LBFGS", "Muon", "Adafactor", "SparseAdam"})
 _MIB = 2**20
 
 
@@ -62,21 +60,16 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
         Raises UsageError on every rank for a model, groups or options that do not fit, or that differ between ranks.
         """
+        check_classes(model, optimizer_class, mesh)
         if stage not in (0, 1, 2):
             raise UsageError(f"stage={stage!r}: ZeRO stages are 0, 1 and 2")
         if not bucket_mib > 0:
             raise UsageError(f"bucket_mib={bucket_mib!r}: a bucket needs a size above 0 MiB")
-        if optimizer_class.__name__ in _NOT_ELEMENTWISE:
-            raise UsageError(
-                f"{optimizer_class.__name__} does not update each element by itself, so it cannot work on a shard"
-            )
         self._mesh, self._model, self._stage = mesh, model, stage
-        named_groups = _named_groups(model, groups)
-        _check_same(
-            mesh, model, named_groups, optimizer_class, {"stage": stage, "bucket_mib": bucket_mib, **optimizer_kwargs}
-        )
-        _check_ties(mesh, model, named_groups)
-        self._named = [each for _, members in named_groups for each in members]
+        placed = named_groups(model, groups)
+        check_same(mesh, model, placed, optimizer_class, {"stage": stage, "bucket_mib": bucket_mib, **optimizer_kwargs})
+        check_ties(mesh, model, placed)
+        self._named = [each for _, members in placed for each in members]
         parameters = [parameter for _, parameter in self._named]
         names = {id(parameter): name for name, parameter in self._named}
         self._holders = [
@@ -90,17 +83,17 @@ class ZeroOptimizer(torch.optim.Optimizer):
         _broadcast(model, self._placements, self._ties, mesh)
         infos = [
             ParameterInfo(name, parameter.numel(), parameter.dtype, group, self._is_counted(name))
-            for group, (_, members) in enumerate(named_groups)
+            for group, (_, members) in enumerate(placed)
             for name, parameter in members
         ]
         self._infos = infos
         plans = plan_buckets(infos, bucket_mib * _MIB, mesh.data.size)
         self._buckets = [FlatBucket(plan, parameters, mesh.data, mesh.device, stage=stage) for plan in plans]
-        self._inner = self._make_inner(optimizer_class, named_groups, optimizer_kwargs)
+        self._inner = self._make_inner(optimizer_class, placed, optimizer_kwargs)
         self._phase = "collecting"
         outer = [
-            {**_options(group), "params": [p for _, p in members]}
-            for group, (_, members) in zip(self._inner.param_groups, named_groups, strict=True)
+            {**options_of(group), "params": [p for _, p in members]}
+            for group, (_, members) in zip(self._inner.param_groups, placed, strict=True)
         ]
         super().__init__(outer, self._inner.defaults)
         self._ready = True
@@ -150,7 +143,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if self._phase != "finished":
             raise UsageError("step() before finish_gradients(): the gradients are still each rank's own")
         for ours, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
-            inner.update(_options(ours))
+            inner.update(options_of(ours))
         self._inner.step()
         if self._stage > 0:
             for work in [bucket.start_gather() for bucket in self._buckets]:
@@ -237,11 +230,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def _make_inner(
         self,
         optimizer_class: type[torch.optim.Optimizer],
-        named_groups: Sequence[tuple[dict[str, Any], list[Named]]],
+        placed: Sequence[tuple[dict[str, Any], list[Named]]],
         kwargs: dict[str, Any],
     ) -> torch.optim.Optimizer:
         """Build the user's optimizer over the runs of elements that this rank updates, each of one parameter group."""
-        members: list[list[Tensor]] = [[] for _ in named_groups]
+        members: list[list[Tensor]] = [[] for _ in placed]
         for bucket in self._buckets:
             bounds = (0, bucket.plan.used) if self._stage == 0 else (bucket.start, bucket.stop)
             for run in bucket.plan.ranges(*bounds, key=lambda index: self._infos[index].group):
@@ -253,7 +246,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if "foreach" in accepted and not {"foreach", "fused"} & kwargs.keys():
             # The runs are few and long. torch's own choice would also wake an NPU from a CPU run.
             kwargs = {**kwargs, "foreach": False}
-        groups = [{**options, "params": parts} for (options, _), parts in zip(named_groups, members, strict=True)]
+        groups = [{**options, "params": parts} for (options, _), parts in zip(placed, members, strict=True)]
         return optimizer_class(groups, **kwargs)
 
     def _check_parameters(self) -> None:
@@ -300,86 +293,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
                     yield bucket.gradient(run.start, run.stop)
 
 
-def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
-
-
 def _gradient(parameter: nn.Parameter) -> Tensor:
     """Return the gradient; a parameter without one gets zeros."""
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
     return parameter.grad
-
-
-def _named_groups(
-    model: nn.Module, groups: Sequence[Mapping[str, Any]] | None
-) -> list[tuple[dict[str, Any], list[Named]]]:
-    """Return (options, members) of every group, after checking that they hold each trainable parameter exactly once."""
-    trainable = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
-    if groups is None:
-        return [({}, [(name, p) for name, p in model.named_parameters() if p.requires_grad])]
-    placed: set[int] = set()
-    result = []
-    for number, group in enumerate(groups):
-        members: list[Named] = []
-        for each in group["params"]:
-            if not (isinstance(each, tuple) and len(each) == 2):
-                raise UsageError(
-                    f"group {number}: params are (name, parameter) pairs, as model.named_parameters() gives them"
-                )
-            name, parameter = each
-            if not parameter.requires_grad:
-                continue
-            if id(parameter) not in trainable:
-                raise UsageError(f"group {number}: {name!r} is no parameter of the model")
-            if id(parameter) in placed:
-                raise UsageError(f"group {number}: {name!r} is in two groups")
-            placed.add(id(parameter))
-            members.append((trainable[id(parameter)], parameter))
-        result.append((_options(group), members))
-    left = [name for key, name in trainable.items() if key not in placed]
-    if left:
-        raise UsageError(
-            f"{len(left)} parameters require a gradient but are in no group, the first is {left[0]!r}: "
-            f"add them, or freeze them"
-        )
-    return result
-
-
-def _check_same(
-    mesh: Mesh,
-    model: nn.Module,
-    groups: Sequence[tuple[dict[str, Any], list[Named]]],
-    optimizer_class: type[torch.optim.Optimizer],
-    options: dict[str, Any],
-) -> None:
-    """Refuse, on every rank, options or models that differ between the ranks."""
-    plain = (bool, int, float, str, tuple, type(None))
-    settings = {key: value for key, value in options.items() if isinstance(value, plain)}
-    mesh.world.check_equal("ZeroOptimizer's options", (optimizer_class.__name__, sorted(settings.items())))
-    shapes = [[(name, tuple(p.shape), str(p.dtype)) for name, p in members] for _, members in groups]
-    others = [(name, tuple(b.shape)) for name, b in model.named_buffers()]
-    for comm in (mesh.data, mesh.tensor):
-        comm.check_equal("the model's parameters", (shapes, others))
-
-
-def _check_ties(mesh: Mesh, model: nn.Module, groups: Sequence[tuple[dict[str, Any], list[Named]]]) -> None:
-    """Refuse, on every rank, a tied parameter that some stages train and others do not, or train with other options."""
-    placed = {
-        id(parameter): (number, repr(sorted(options.items())))
-        for number, (options, members) in enumerate(groups)
-        for _, parameter in members
-    }
-    own = {tie.key: placed.get(id(model.get_parameter(tie.name)), "frozen") for tie in ties_of(model)}
-    first: dict[str, tuple[int, object]] = {}
-    for stage in range(mesh.pipeline.size):
-        for key, what in mesh.pipeline.broadcast_object(own, stage).items():
-            known = first.setdefault(key, (stage, what))
-            if known[1] != what:
-                raise UsageError(
-                    f"the parameter tied as {key!r} is in group {known[1]} on stage {known[0]} and {what} on stage "
-                    f"{stage}: give every copy the same group and options, or freeze every copy"
-                )
 
 
 def _own_ties(model: nn.Module, named: Sequence[Named]) -> list[tuple[Tied, nn.Parameter]]:

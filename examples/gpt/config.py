@@ -54,6 +54,11 @@ class OptimizerConfig:
         require(self.learning_rate > 0, f"optimizer.learning_rate={self.learning_rate}: must be above 0")
         require(self.warmup_steps >= 0, f"optimizer.warmup_steps={self.warmup_steps}: must be at least 0")
         require(
+            self.clip_grad_norm is None or self.clip_grad_norm > 0,
+            f"optimizer.clip_grad_norm={self.clip_grad_norm}: must be above 0; null does not clip",
+        )
+        require(self.zero_stage in (0, 1, 2), f"optimizer.zero_stage={self.zero_stage}: must be 0, 1 or 2")
+        require(
             0 <= self.final_fraction <= 1, f"optimizer.final_fraction={self.final_fraction}: must be between 0 and 1"
         )
 

@@ -1,0 +1,118 @@
+"""What ZeroOptimizer is given: a model, a class, parameter groups; checked on every rank before use."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from engine.comm.mesh import Mesh
+from engine.errors import UsageError
+from engine.placement import StageModule, ties_of
+
+Named = tuple[str, nn.Parameter]
+# Their update of an element depends on other elements, or they need gradients that a bucket does not carry.
+_NOT_ELEMENTWISE = frozenset({"LBFGS", "Muon", "Adafactor", "SparseAdam"})
+
+
+def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def named_groups(
+    model: nn.Module, groups: Sequence[Mapping[str, Any]] | None
+) -> list[tuple[dict[str, Any], list[Named]]]:
+    """Return (options, members) of every group, after checking that they hold each trainable parameter exactly once."""
+    trainable = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
+    if groups is None:
+        return [({}, [(name, p) for name, p in model.named_parameters() if p.requires_grad])]
+    placed: set[int] = set()
+    result = []
+    for number, group in enumerate(groups):
+        members: list[Named] = []
+        if isinstance(group.get("params"), set | frozenset | None):
+            raise UsageError(f"group {number}: params must be an ordered list of (name, parameter) pairs")
+        for each in group["params"]:
+            if not (isinstance(each, tuple) and len(each) == 2):
+                raise UsageError(
+                    f"group {number}: params are (name, parameter) pairs, as model.named_parameters() gives them"
+                )
+            name, parameter = each
+            if not parameter.requires_grad:
+                continue
+            if id(parameter) not in trainable:
+                raise UsageError(f"group {number}: {name!r} is no parameter of the model")
+            if id(parameter) in placed:
+                raise UsageError(f"group {number}: {name!r} is in two groups")
+            placed.add(id(parameter))
+            members.append((trainable[id(parameter)], parameter))
+        result.append((options_of(group), members))
+    left = [name for key, name in trainable.items() if key not in placed]
+    if left:
+        raise UsageError(
+            f"{len(left)} parameters require a gradient but are in no group, the first is {left[0]!r}: "
+            f"add them, or freeze them"
+        )
+    return result
+
+
+def check_classes(model: nn.Module, optimizer_class: type[torch.optim.Optimizer], mesh: Mesh) -> None:
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"ZeroOptimizer takes the model, not {type(model).__name__}: parameters go into groups=")
+    if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)):
+        raise UsageError(
+            f"optimizer_class={optimizer_class!r}: give a torch optimizer's class, and its options as keywords"
+        )
+    if optimizer_class.__name__ in _NOT_ELEMENTWISE:
+        raise UsageError(
+            f"{optimizer_class.__name__} does not update each element by itself, so it cannot work on a shard"
+        )
+    if mesh.layout.pipeline > 1 and not isinstance(model, StageModule):
+        raise UsageError(
+            f"pipeline({mesh.layout.pipeline}) needs a PipelineModel, got {type(model).__name__}: each stage would "
+            f"count the same parameters in the norm"
+        )
+
+
+def check_same(
+    mesh: Mesh,
+    model: nn.Module,
+    groups: Sequence[tuple[dict[str, Any], list[Named]]],
+    optimizer_class: type[torch.optim.Optimizer],
+    options: dict[str, Any],
+) -> None:
+    """Refuse, on every rank, options or models that differ between the ranks."""
+    plain = (bool, int, float, str, tuple, type(None))
+    settings = {key: value for key, value in options.items() if isinstance(value, plain)}
+    mesh.world.check_equal("ZeroOptimizer's options", (optimizer_class.__name__, sorted(settings.items())))
+    shapes = [
+        (
+            sorted((key, value) for key, value in group.items() if isinstance(value, plain)),
+            [(name, tuple(p.shape), str(p.dtype)) for name, p in members],
+        )
+        for group, members in groups
+    ]
+    others = [(name, tuple(b.shape)) for name, b in model.named_buffers()]
+    for comm in (mesh.data, mesh.tensor):
+        comm.check_equal("the model's parameters and their groups", (shapes, others))
+
+
+def check_ties(mesh: Mesh, model: nn.Module, groups: Sequence[tuple[dict[str, Any], list[Named]]]) -> None:
+    """Refuse, on every rank, a tied parameter that some stages train and others do not, or train with other options."""
+    placed = {
+        id(parameter): (number, repr(sorted(options.items())))
+        for number, (options, members) in enumerate(groups)
+        for _, parameter in members
+    }
+    own = {tie.key: placed.get(id(model.get_parameter(tie.name)), "frozen") for tie in ties_of(model)}
+    first: dict[str, tuple[int, object]] = {}
+    for stage in range(mesh.pipeline.size):
+        for key, what in mesh.pipeline.broadcast_object(own, stage).items():
+            known = first.setdefault(key, (stage, what))
+            if known[1] != what:
+                raise UsageError(
+                    f"the parameter tied as {key!r} is in group {known[1]} on stage {known[0]} and {what} on stage "
+                    f"{stage}: give every copy the same group and options, or freeze every copy"
+                )
