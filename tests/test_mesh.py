@@ -306,6 +306,9 @@ def inside_existing_group(rank: int, size: int, store: str) -> Any:
         apart = error_of(engine.init, Layout(data=4) if rank else Layout(tensor=4), device="cpu")
         assert apart[0] == "UsageError"
         assert "rank 1 (global 1) has" in apart[1]
+        beside = error_of(open_mesh, rank, size, f"{store}.beside", Layout(data=4))
+        assert beside[0] == "UsageError"
+        assert "but there is one already" in beside[1]
         with engine.init(Layout(data=2, tensor=2), device="cpu", timeout=20) as mesh:
             total = mesh.world.all_reduce(torch.tensor(float(rank))).item()
             in_axis = mesh.data.all_reduce(torch.tensor(float(rank))).item()

@@ -368,6 +368,7 @@ def misuse(mesh: engine.Mesh) -> list[str]:
     calls: list[Any] = [
         lambda: make(stage=3),
         lambda: make(bucket_mib=0),
+        lambda: make(bucket_mib="25"),
         lambda: make(lr=0.1 + mesh.rank),
         lambda: ZeroOptimizer(small_model(), torch.optim.LBFGS, mesh),
         other_model,
@@ -380,6 +381,7 @@ def misuse(mesh: engine.Mesh) -> list[str]:
         ready.full_gradients,
         lambda: ready.step(lambda: None),  # type: ignore[arg-type]
         lambda: ready.finish_gradients(1.0, max_norm=-1.0),
+        lambda: ready.finish_gradients(0),
         ready.state_dict,
         lambda: ready.add_param_group({"params": [stranger]}),
         finished.finish_gradients,
@@ -392,6 +394,7 @@ def test_misuse_is_one_clear_error_on_every_rank(world: World) -> None:
     expected = [
         "stage=3: ZeRO stages are 0, 1 and 2",
         "bucket_mib=0: a bucket needs a size above 0 MiB",
+        "bucket_mib='25': a bucket needs a size above 0 MiB",
         "ZeroOptimizer's options differs over axis 'world': rank 1 (global 1) has",
         "LBFGS does not update each element by itself",
         "the model's parameters and their groups differs over axis 'data'",
@@ -404,6 +407,7 @@ def test_misuse_is_one_clear_error_on_every_rank(world: World) -> None:
         "full_gradients() works after finish_gradients()",
         "step takes no closure",
         "max_norm=-1.0",
+        "divisor=0: the summed gradient is divided by a number above 0",
         "save the weights with engine.full_state_dict",
         "groups are fixed at construction",
         "finish_gradients was already called for this step",

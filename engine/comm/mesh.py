@@ -147,6 +147,11 @@ def init(
     """
     if timeout <= 0 or init_timeout <= 0:
         raise UsageError(f"timeout={timeout}, init_timeout={init_timeout}: both are seconds above 0")
+    if store is not None and dist.is_initialized():
+        raise UsageError(
+            "store= makes torch's default process group, but there is one already: leave store, rank and world_size "
+            "out to use that one, or destroy it first"
+        )
     rank, world_size, store = find_ranks(layout, store, rank, world_size, init_timeout)
     if world_size == 1:
         layout = layout.resolve(1)

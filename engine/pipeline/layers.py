@@ -28,6 +28,9 @@ class LayerSpec:
     """How to build one layer.
 
     LayerSpec(module_class, *args, tied={"key": "path.of.parameter"}, cost=None, **kwargs)
+
+    `args` and `kwargs` go to `module_class` when the layer is built. A head that shares its weight with the embedding:
+    LayerSpec(Embedding, ..., tied={"words": "weight"}) first, LayerSpec(Head, ..., tied={"words": "proj.weight"}) last.
     """
 
     module_class: Callable[..., nn.Module]

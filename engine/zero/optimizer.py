@@ -63,7 +63,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         check_classes(model, optimizer_class, mesh)
         if stage not in (0, 1, 2):
             raise UsageError(f"stage={stage!r}: ZeRO stages are 0, 1 and 2")
-        if not bucket_mib > 0:
+        if not (isinstance(bucket_mib, int | float) and bucket_mib > 0):
             raise UsageError(f"bucket_mib={bucket_mib!r}: a bucket needs a size above 0 MiB")
         self._mesh, self._model, self._stage = mesh, model, stage
         placed = named_groups(model, groups)
@@ -114,6 +114,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
             raise UsageError("finish_gradients was already called for this step: call step() and zero_grad() first")
         if self._phase == "stepped":
             raise UsageError("the last step's gradients are still there: call zero_grad() before the next backward")
+        if isinstance(divisor, int | float) and not divisor > 0:
+            raise UsageError(f"divisor={divisor!r}: the summed gradient is divided by a number above 0")
         if max_norm is not None and not max_norm > 0:
             raise UsageError(
                 f"max_norm={max_norm!r}: gradients are clipped to a norm above 0; None leaves them as they are"

@@ -158,7 +158,7 @@ def show_table(console: Console, summary: Summary, layout: engine.Layout, folder
         ("time", f"{summary.seconds:.1f} s"),
         ("peak memory", f"{summary.peak_memory_mib:.0f} MiB in one process"),
         ("loss curve", str(folder / "loss.png")),
-        ("samples", str(folder / "sample.txt")),
+        *([("samples", str(folder / "sample.txt"))] if (folder / "sample.txt").exists() else []),
         ("weights", str(folder / "model.pt")),
         ("numbers", f"{folder / 'summary.json'}, {folder / 'metrics.jsonl'}"),
         ("logs", str(folder / "logs")),

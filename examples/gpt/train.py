@@ -158,7 +158,8 @@ def finish(
     if mesh.rank != 0:
         return
     torch.save(state, folder / "model.pt")
-    (folder / "sample.txt").write_text("\n----\n".join(samples) + "\n")
+    if samples:
+        (folder / "sample.txt").write_text("\n----\n".join(samples) + "\n")
     report.save_curve(records, mesh.layout, folder / "loss.png")
     (folder / "summary.json").write_text(json.dumps(asdict(summary), indent=2) + "\n")
     console = Console()
