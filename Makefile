@@ -4,7 +4,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup train test lint bench help clean
+.PHONY: setup train test lint peers bench help clean
 
 help: ## Show this list.
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 10
@@ -30,8 +30,15 @@ lint: setup ## Check style, types and who may import whom.
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-bench: setup ## Time the training step on several layouts against one plain process.
-	$(BIN)/python -m benchmarks.train_step
+bench: setup ## Time the training step beside its peers (after make peers), about 15 minutes.
+	$(BIN)/python -m benchmarks.train_step --standard --rounds 2
+
+peers: setup .venv/.peers ## Install what the benchmarks' peers need.
+
+.venv/.peers: $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check setuptools wheel
+	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation -c pins.txt -e '.[peers]'
+	@touch $@
 
 clean: ## Remove the environment and everything that runs have written.
 	rm -rf .venv runs build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache *.egg-info

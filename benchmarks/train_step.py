@@ -1,113 +1,174 @@
-"""Times one training step of the example's GPT on several layouts, on this CPU: `python -m benchmarks.train_step`.
+"""The training benchmark: this engine and its peers on the same work, in one run. See `--help`.
 
-The same model, global batch and optimizer on every layout, each as a torchrun job of its own, in rounds that
-alternate between the layouts; medians over all rounds. It shows what a layout costs on one host, not how the engine
-compares with others. On a machine with fewer cores than processes, ratios mean overhead, not scaling.
+Every system trains the same GPT from the same weights on the same batches with the same optimizer, each job a torchrun
+of its own, the systems in turn in every round. A run in which two systems' losses differ, or a system is absent or
+fails, is no result: it ends with a line that says so and exit code 1 (2 for a wrong command).
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
+import shlex
+import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
-import time
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import date
 from pathlib import Path
 
-import torch
 from rich.console import Console
-from rich.table import Table
 
-import engine
-from examples.gpt.model import GPTConfig, gpt_layers, next_token_loss
+from benchmarks import results
+from benchmarks.job import JobError, run_job
+from benchmarks.machine import summary
+from benchmarks.peers import PEERS, Peer, check_installed, find_peer
+from benchmarks.results import ENGINE, Case, LossError, Measured
+from benchmarks.work import Work, parse_layout, parse_model, standard_set
+from engine.errors import EngineError, UsageError
 
-MODEL = GPTConfig(layers=4, hidden=128, heads=4, sequence=128, vocabulary=256)
-BATCH = 16
-WARM_UP = 3
-LAYOUTS = (
-    engine.Layout(),
-    engine.Layout(data=2),
-    engine.Layout(tensor=2),
-    engine.Layout(pipeline=2),
-    engine.Layout(data=2, pipeline=2, tensor=2),
-)
+RESULTS = Path(__file__).parent / "results"
 
 
-def measure(layout: engine.Layout, steps: int, out: Path) -> None:
-    """Train `steps` steps as one rank of a job; rank 0 writes the seconds of each, after the warm-up, and the last
-    loss.
-    """
-    with engine.init(layout, device="cpu") as mesh:
-        model = engine.PipelineModel(gpt_layers(MODEL, mesh.tensor), mesh)
-        optimizer = engine.zero.ZeroOptimizer(model, torch.optim.AdamW, mesh, lr=1e-3, fused=True)
-        step = engine.TrainStep(model, optimizer, next_token_loss(mesh.tensor), mesh, microbatches=4)
-        generator = torch.Generator().manual_seed(0)
-        rows = BATCH // mesh.data.size
-        own = slice(mesh.data.rank * rows, (mesh.data.rank + 1) * rows)
-        seconds = []
-        for _ in range(WARM_UP + steps):
-            ids = torch.randint(MODEL.vocabulary, (BATCH, MODEL.sequence + 1), generator=generator)[own]
-            mesh.world.barrier()
-            started = time.perf_counter()
-            loss = step(ids[:, :-1], ids[:, 1:]).loss.item()
-            seconds.append(time.perf_counter() - started)
-        if mesh.rank == 0:
-            out.write_text(json.dumps({"seconds": seconds[WARM_UP:], "loss": loss}))
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the benchmark and return the exit code."""
+    options = parser().parse_args(arguments)
+    console = Console(highlight=False, width=max(Console().width, 110))
+    try:
+        work = standard(options) if options.standard else [(single(options), options.peers)]
+        old = results.read(options.compare) if options.compare else None
+        peers = [{name: find_peer(name, each.layout) for name in names} for each, names in work]
+        for named in peers:
+            for name, peer in named.items():
+                check_installed(name, peer)
+    except EngineError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    console.print(summary(options.device))
+    folder = Path(tempfile.mkdtemp(prefix="train_step_"))
+    try:
+        cases = [
+            run_case(console, each, named, options.rounds, folder) for (each, _), named in zip(work, peers, strict=True)
+        ]
+    except (JobError, LossError) as error:
+        console.print()
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    shutil.rmtree(folder)
+    show(console, cases, old)
+    write(options, cases, "python -m benchmarks.train_step " + shlex.join(arguments or sys.argv[1:]))
+    return 0
 
 
-def run_job(layout: engine.Layout, steps: int, folder: Path) -> tuple[list[float], float]:
-    """Return the seconds and the last loss of one torchrun job. Raises CalledProcessError when it fails."""
-    out = folder / "result.json"
-    sizes = f"{layout.data},{layout.pipeline},{layout.tensor}"
-    launch = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(layout.world_size)]
-    work = ["-m", "benchmarks.train_step", "--worker", sizes, "--steps", str(steps), "--out", str(out)]
-    subprocess.run([sys.executable, "-m", *launch, *work], check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    result = json.loads(out.read_text())
-    return result["seconds"], result["loss"]
+def parser() -> argparse.ArgumentParser:
+    """Return the options."""
+    made = argparse.ArgumentParser(
+        prog="python -m benchmarks.train_step", description=(__doc__ or "").split("\n\n", 1)[1],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )  # fmt: skip
+    add = made.add_argument
+    add("--standard", action="store_true", help="the cases of `make bench`, with all peers, instead of one layout")
+    add("--layout", default="", help="axis sizes, such as data=2,tensor=2; axes left out are 1")
+    add("--nproc", type=int, help="processes; must be what the layout needs")
+    add("--model", default="default", help="default, heavy, or sizes: hidden=512,batch=8 or heavy,layers=8")
+    add("--peers", type=names, default="", help=f"comma-separated: {', '.join(PEERS)}, or module:function")
+    add("--schedule", default="1f1b", help="this engine's pipeline schedule")
+    add("--stage", type=int, default=2, choices=(0, 1, 2), help="this engine's ZeRO stage")
+    add("--accumulation", type=int, help="microbatches of a step; default: 8 in a pipeline, else 1")
+    add("--rounds", type=int, default=3, help="jobs of each system, in turn")
+    add("--steps", type=int, default=5, help="timed steps of each job")
+    add("--warm-up", type=int, default=2, help="steps before them")
+    add("--device", default="cpu", choices=("cpu", "cuda", "npu"), help="where it runs")
+    add("--limit", type=float, default=300.0, help="seconds that one job may take")
+    add("--json", type=Path, help="write every step's seconds there, with versions, hardware and command")
+    add("--plot", type=Path, help="draw a picture there (PNG)")
+    add("--compare", type=Path, help="an older --json file: show what changed")
+    return made
 
 
-def main() -> None:
-    """Measure all layouts and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--steps", type=int, default=10, help="timed steps in each round (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=2, help="rounds over all layouts (default: %(default)s)")
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
-    parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.worker:
-        data, pipeline, tensor = map(int, arguments.worker.split(","))
-        measure(engine.Layout(data=data, pipeline=pipeline, tensor=tensor), arguments.steps, arguments.out)
-        return
-    seconds: dict[engine.Layout, list[float]] = {layout: [] for layout in LAYOUTS}
-    losses: dict[engine.Layout, float] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        for number in range(arguments.rounds):
-            for layout in LAYOUTS:
-                print(f"round {number + 1} of {arguments.rounds}: {layout}", flush=True)
-                times, losses[layout] = run_job(layout, arguments.steps, Path(folder))
-                seconds[layout] += times
-    show(seconds, losses)
+def names(text: str) -> list[str]:
+    """Split a comma-separated list."""
+    return [name for name in (each.strip() for each in text.split(",")) if name]
 
 
-def show(seconds: dict[engine.Layout, list[float]], losses: dict[engine.Layout, float]) -> None:
-    """Print one row for each layout."""
-    table = Table(
-        title=f"Training step: {MODEL.layers} layers, hidden {MODEL.hidden}, batch {BATCH} x {MODEL.sequence}"
+def single(options: argparse.Namespace) -> Work:
+    """Return the work that the options describe. Raises EngineError when it does not fit."""
+    layout = parse_layout(options.layout)
+    if options.nproc is not None:
+        layout = layout.resolve(options.nproc)
+    elif layout.data == -1:
+        raise UsageError("--layout data=-1 fills up the processes: say how many with --nproc")
+    if options.accumulation is not None and options.accumulation < 1:
+        raise UsageError(f"--accumulation {options.accumulation}: a step has at least 1 microbatch")
+    work = Work(
+        layout, parse_model(options.model), options.model, options.accumulation, options.schedule, options.stage
     )
-    for name in ("layout", "processes", "median s", "min", "max", "tokens/s", "to one process", "last loss"):
-        table.add_column(name, justify="left" if name == "layout" else "right")
-    alone = statistics.median(seconds[LAYOUTS[0]])
-    for layout, times in seconds.items():
-        median = statistics.median(times)
-        row = [str(layout), str(layout.world_size), f"{median:.3f}", f"{min(times):.3f}", f"{max(times):.3f}"]
-        speed = f"{BATCH * MODEL.sequence / median:,.0f}"
-        table.add_row(*row, speed, f"{median / alone:.2f}x", f"{losses[layout]:.5f}")
-    Console().print(table)
-    print(f"torch {torch.__version__}, gloo, {os.cpu_count()} cores, one thread in each process")
+    return common(work, options)
+
+
+def standard(options: argparse.Namespace) -> list[tuple[Work, list[str]]]:
+    """Return the standard cases."""
+    return [(common(work, options), peers) for work, peers in standard_set()]
+
+
+def common(work: Work, options: argparse.Namespace) -> Work:
+    """Return `work` with what one and many cases share."""
+    if options.rounds < 1:
+        raise UsageError(f"--rounds {options.rounds}: at least 1")
+    return replace(work, device=options.device, steps=options.steps, warm_up=options.warm_up, limit=options.limit)
+
+
+def run_case(console: Console, work: Work, peers: dict[str, Peer], rounds: int, folder: Path) -> Case:
+    """Run every system `rounds` times in turn. Raises JobError or LossError."""
+    systems = {name: Measured(name) for name in (ENGINE, *peers)}
+    bounds = {name: Measured(name) for name in results.BOUNDS}
+    tolerances = {name: peer.tolerance for name, peer in peers.items()}
+    console.print(f"\n[bold]{work.name}[/bold], {work.layout.world_size} processes")
+    for number in range(1, rounds + 1):
+        print(f"round {number}/{rounds}:", end="", flush=True)
+        for name, measured in systems.items():
+            alone = name in peers and peers[name].alone
+            result = run_job(name, work, 1 if alone else work.layout.world_size, folder)
+            engine_losses = systems[ENGINE].losses or result["losses"]
+            results.check_losses(name, result["losses"], engine_losses, tolerances.get(name, 1e-4))
+            measured.add(result)
+            for bound, seconds in result.get("bounds", {}).items():
+                bounds[bound].seconds += seconds
+            print(f"  {name} {statistics.median(result['seconds']):.3f} s", end="", flush=True)
+        print()
+    return Case(work, [*systems.values(), *bounds.values()])
+
+
+def show(console: Console, cases: Sequence[Case], old: Sequence[Case] | None) -> None:
+    """Print a table for each case, what the columns mean, and what changed."""
+    for case in cases:
+        console.print()
+        console.print(results.table(case))
+    console.print(results.NOTE)
+    if old is not None:
+        console.print(results.comparison(old, cases))
+
+
+def write(options: argparse.Namespace, cases: Sequence[Case], command: str) -> None:
+    """Write what was asked for; the standard set is kept as dated files."""
+    dated = RESULTS / f"{date.today().isoformat()}_train_step"
+    json_file = options.json or (dated.with_suffix(".json") if options.standard else None)
+    picture = options.plot or (dated.with_suffix(".png") if options.standard else None)
+    if json_file is not None:
+        results.save(json_file, cases, command)
+        print(f"every step's seconds: {json_file}")
+    if picture is not None:
+        results.plot(cases, picture)
+        print(f"picture: {picture}")
+    if options.standard:
+        table = dated.with_suffix(".txt")
+        with table.open("w") as file:
+            plain = Console(file=file, width=120)
+            plain.print(f"{command}\n{summary(options.device)}\n")
+            show(plain, cases, None)
+        print(f"tables: {table}")
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

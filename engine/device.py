@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import platform
 import resource
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -117,6 +119,18 @@ def peak_memory_mib(device: torch.device) -> float:
         return float(_module(device.type).max_memory_allocated(device)) / 2**20
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak / 2**20 if sys.platform == "darwin" else peak / 2**10
+
+
+def describe(device: torch.device) -> str:
+    """Return what the hardware calls itself: an accelerator's name, else the processor's."""
+    if device.type != "cpu":
+        return str(_module(device.type).get_device_name(device))
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    named = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    return next(named, platform.processor() or platform.machine())
 
 
 def _module(kind: str) -> Any:

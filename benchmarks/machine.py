@@ -1,0 +1,36 @@
+"""What a result must say about where it was measured: versions and hardware, and nothing of the environment."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+from typing import Any
+
+from engine import device as devices
+
+_PACKAGES = ("engine3d", "torch", "torch-npu", "deepspeed")
+
+
+def describe(device: str) -> dict[str, Any]:
+    """Return versions of what is installed, and the hardware that `device` (cpu, cuda, npu) means here."""
+    versions = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return {
+        "versions": versions,
+        "hardware": devices.describe(devices.select(device, 0)),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "system": f"{platform.system()} {platform.machine()}",
+    }
+
+
+def summary(device: str) -> str:
+    """Return the same in one line."""
+    found = describe(device)
+    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
+    return f"{found['hardware']}, {found['cores']} cores, {found['memory_gib']} GiB, {found['system']}; {versions}"

@@ -1,0 +1,177 @@
+"""What a training benchmark found: checked, as a table, as JSON, as a picture, and against an older run."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from benchmarks.machine import describe
+from benchmarks.work import Work
+from engine.errors import EngineError, UsageError
+
+ENGINE = "engine"
+BOUNDS = {"alone": "bound: one process alone", "together": "bound: no communication"}
+NOTE = (
+    "slower: time over this engine's, above 1 is slower than it. This engine computes its gradient norm in every "
+    "step; peers are left as their users run them. Bounds: this engine's own step with all communication removed, one "
+    "process at a time (the slowest stage) and all at once. Memory: proportional set size, the most of any rank."
+)
+
+
+class LossError(EngineError):
+    """Two systems that should do the same work do not."""
+
+
+@dataclass
+class Measured:
+    """One system on one case, over all rounds."""
+
+    system: str
+    seconds: list[float] = field(default_factory=list)
+    """Of each timed step, the slowest rank's."""
+    losses: list[float] = field(default_factory=list)
+    """Of each step, warm-up included; the same in every round. Empty for a bound."""
+    memory_mib: float = 0.0
+    """The most that one rank held; 0 for a bound."""
+
+    @property
+    def median(self) -> float:
+        """Seconds."""
+        return statistics.median(self.seconds)
+
+    def add(self, result: Mapping[str, Any]) -> None:
+        """Take in one job's result."""
+        self.seconds += result["seconds"]
+        self.losses = result["losses"]
+        self.memory_mib = max(self.memory_mib, result["memory_mib"])
+
+
+@dataclass
+class Case:
+    """All systems on one piece of work; the first is this engine, the bounds come last."""
+
+    work: Work
+    systems: list[Measured]
+
+    def find(self, name: str) -> Measured | None:
+        """Return a system by its name."""
+        return next((each for each in self.systems if each.system == name), None)
+
+
+def check_losses(system: str, losses: Sequence[float], wanted: Sequence[float], tolerance: float) -> None:
+    """Raise LossError when a system's loss of any step is further than `tolerance`, relative, from this engine's."""
+    for number, (mine, theirs) in enumerate(zip(wanted, losses, strict=True), start=1):
+        difference = abs(mine - theirs) / max(abs(mine), 1e-30)
+        if not difference <= tolerance:  # also NaN
+            raise LossError(
+                f"{system} does other work than this engine: its loss of step {number} is {theirs:.6f}, the engine's "
+                f"{mine:.6f}: {difference:.1e} apart, at most {tolerance:g} is allowed"
+            )
+
+
+def table(case: Case) -> Table:
+    """Return a case as a table, a row for each system."""
+    work, base = case.work, case.systems[0].median
+    sizes = ", ".join(f"{name} {value}" for name, value in asdict(work.model).items() if name != "microbatches")
+    shown = Table(
+        title=f"{work.name}\n{sizes}; {work.microbatches} microbatches; {work.layout.world_size} processes",
+        title_style="bold",
+    )
+    for name in ("system", "median s", "min", "max", "tokens/s", "slower", "final loss", "memory MiB"):
+        shown.add_column(name, justify="left" if name == "system" else "right", no_wrap=True)
+    for each in case.systems:
+        bound = not each.losses
+        row = [BOUNDS.get(each.system, each.system)]
+        row += [f"{value:.4f}" for value in (each.median, min(each.seconds), max(each.seconds))]
+        row += [f"{work.tokens / each.median:,.0f}", f"{each.median / base:.2f}x"]
+        row += ["", ""] if bound else [f"{each.losses[-1]:.5f}", f"{each.memory_mib:,.0f}"]
+        shown.add_row(*row, style="dim" if bound else "bold" if each.system == ENGINE else None)
+    return shown
+
+
+def save(path: Path, cases: Sequence[Case], command: str) -> None:
+    """Write everything as JSON: meta (versions, hardware, command), then the cases with every step's seconds."""
+    document = {
+        "meta": {"date": date.today().isoformat(), "command": command, **describe(cases[0].work.device)},
+        "cases": [{"work": case.work.to_dict(), "systems": [asdict(each) for each in case.systems]} for case in cases],
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(document, indent=1) + "\n")
+
+
+def read(path: Path) -> list[Case]:
+    """Read what `save` wrote. Raises UsageError for a file that is missing or something else."""
+    try:
+        document = json.loads(path.read_text())
+        return [
+            Case(Work.from_dict(case["work"]), [Measured(**each) for each in case["systems"]])
+            for case in document["cases"]
+        ]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"{path} is no result of this benchmark: {error!r}") from error
+
+
+def comparison(old: Sequence[Case], new: Sequence[Case]) -> Table:
+    """Return what changed since an older run, for the cases and systems of both.
+
+    Ratios to this engine in their own run carry over between machines and days; seconds do not.
+    """
+    shown = Table(title="Against the older run: median seconds, and time over this engine's in the same run")
+    columns = ("case", "system", "old s", "new s", "change", "old slower", "new slower")
+    for number, name in enumerate(columns):
+        shown.add_column(name, justify="left" if number < 2 else "right", no_wrap=True)
+    before = {case.work: case for case in old}
+    for case in new:
+        earlier = before.get(case.work)
+        for each in case.systems:
+            other = earlier.find(each.system) if earlier else None
+            if earlier is None or other is None:
+                shown.add_row(case.work.name, each.system, "-", f"{each.median:.4f}", "new", "", "")
+                continue
+            ratios = [at.median / of.systems[0].median for at, of in ((other, earlier), (each, case))]
+            change = f"{(each.median / other.median - 1) * 100:+.0f}%"
+            times = [f"{other.median:.4f}", f"{each.median:.4f}", change]
+            shown.add_row(case.work.name, each.system, *times, *(f"{ratio:.2f}x" for ratio in ratios))
+    return shown
+
+
+def plot(cases: Sequence[Case], path: Path) -> None:
+    """Draw a panel for each case: median step time of every system with its range, the bounds as lines. PNG."""
+    from matplotlib.figure import Figure
+
+    columns = min(2, len(cases))
+    rows = math.ceil(len(cases) / columns)
+    figure = Figure(figsize=(7.5 * columns, 0.9 + 2.6 * rows), layout="constrained")
+    panels = figure.subplots(rows, columns, squeeze=False).flatten()
+    for panel in panels[len(cases) :]:
+        panel.set_visible(False)
+    for panel, case in zip(panels, cases, strict=False):
+        systems = [each for each in case.systems if each.losses][::-1]
+        medians = [each.median for each in systems]
+        low = [each.median - min(each.seconds) for each in systems]
+        high = [max(each.seconds) - each.median for each in systems]
+        colours = ["tab:blue" if each.system == ENGINE else "lightgrey" for each in systems]
+        style = {"ecolor": "dimgrey", "capsize": 3}
+        panel.barh([each.system for each in systems], medians, xerr=[low, high], color=colours, error_kw=style)
+        base = case.systems[0].median
+        for y, each in enumerate(systems):
+            panel.text(0.01 * max(medians), y, f"{each.median:.3f} s = {each.median / base:.2f}x", va="center")
+        for (name, label), line in zip(BOUNDS.items(), ("dotted", "dashed"), strict=True):
+            bound = case.find(name)
+            if bound is not None:
+                panel.axvline(bound.median, color="tab:red", linestyle=line, label=label)
+        panel.set_title(f"{case.work.name} ({case.work.layout.world_size} processes)")
+        panel.set_xlim(left=0)
+        panel.set_xlabel("seconds of one training step: median, and the range of all steps")
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)

@@ -1,0 +1,75 @@
+"""A mesh that says nothing: the bounds of a training step are its own compute, with all communication removed.
+
+Where a collective would bring other ranks' values, the rank's own stand in, so sizes, dtypes and the work done on
+them stay what they are and no value is random memory. What comes out is not a training step's result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+
+from engine import Mesh
+from engine.comm.transport import TorchTransport
+
+_AXES = ("data", "tensor", "pipeline", "world")
+
+
+class SilentTransport(TorchTransport):
+    """Moves nothing. Keeps the real one's group for whoever asks for it."""
+
+    name = "silent"
+
+    def __init__(self, real: TorchTransport, rank: int) -> None:
+        super().__init__(real.group, real.ranks)  # type: ignore[arg-type]
+        self._rank = rank
+
+    def all_reduce(self, x: Tensor, op: str) -> list[Any]:  # noqa: ARG002 (the transport's signature)
+        return []
+
+    def broadcast(self, x: Tensor, src: int) -> list[Any]:  # noqa: ARG002
+        return []
+
+    def reduce(self, x: Tensor, dst: int, op: str) -> list[Any]:  # noqa: ARG002
+        return []
+
+    def reduce_scatter(self, out: Tensor, x: Tensor, op: str) -> list[Any]:  # noqa: ARG002
+        own = x.chunk(len(self.ranks))[self._rank].view_as(out)
+        if own.data_ptr() != out.data_ptr():
+            out.copy_(own)
+        return []
+
+    def all_gather(self, out: Tensor, x: Tensor) -> list[Any]:
+        own = out.chunk(len(self.ranks))[self._rank].view_as(x)
+        if own.data_ptr() != x.data_ptr():
+            own.copy_(x)
+        return []
+
+    def exchange(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> list[Any]:  # noqa: ARG002
+        for x, _ in receives:
+            x.zero_()
+        return []
+
+    def broadcast_object(self, value: object, src: int, device: object) -> object:  # noqa: ARG002
+        return value
+
+
+@contextmanager
+def silenced(mesh: Mesh) -> Iterator[None]:
+    """Let nothing be sent over any axis of `mesh` inside the block.
+
+    What a first step learns from its peers (the shapes between stages) must have been learnt before.
+    """
+    communicators = [getattr(mesh, axis) for axis in _AXES]
+    real = [comm._transport for comm in communicators]
+    try:
+        for comm in communicators:
+            if comm._transport is not None:
+                comm._transport = SilentTransport(comm._transport, comm.rank)
+        yield
+    finally:
+        for comm, transport in zip(communicators, real, strict=True):
+            comm._transport = transport

@@ -1,0 +1,189 @@
+"""One rank of a benchmark job: `torchrun -m benchmarks.worker SYSTEM WORK OUT`. Started by `benchmarks.train_step`.
+
+Every system runs in here, under the same clock: all ranks meet, then each times its own step; the step took as long
+as the slowest rank. The loss and the memory are taken outside the timed part.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import engine
+from benchmarks.peers import Step, find_peer, load
+from benchmarks.peers.gpt import ADAMW, gpt
+from benchmarks.silence import silenced
+from benchmarks.work import Work
+from engine import device as devices
+from examples.gpt.model import GPTConfig, gpt_layers, next_token_loss
+
+ENGINE = "engine"
+
+
+def main(system: str, work: Work, out: Path) -> None:
+    """Run one job as one rank; rank 0 writes what was measured as JSON."""
+    torch.set_num_threads(1)
+    if system == ENGINE:
+        with engine.init(work.layout, device=work.device, seed=work.seed) as mesh:
+            result = run_engine(work, mesh)
+            _write(result, out)
+        return
+    device = devices.select(work.device, int(os.environ.get("LOCAL_RANK", 0)))
+    devices.activate(device)
+    with _default_group(device):
+        result = measure(work, load(find_peer(system, work.layout).build)(work, device), device)
+        _write(result, out)
+        # A peer whose objects keep the group past its end would abort the process.
+        trim()
+
+
+def run_engine(work: Work, mesh: engine.Mesh) -> dict[str, Any]:
+    """Measure this engine, and its bounds."""
+    step = engine_step(work, mesh)
+    return {**measure(work, step, mesh.device), "bounds": bounds(work, step, mesh)}
+
+
+def engine_step(work: Work, mesh: engine.Mesh) -> Step:
+    """Build this engine's system, with the weights that every other starts from."""
+    sizes = work.model
+    config = GPTConfig(sizes.layers, sizes.hidden, sizes.heads, sizes.sequence, sizes.vocabulary, tied=False)
+    model = engine.PipelineModel(gpt_layers(config, mesh.tensor), mesh)
+    engine.load_full_state_dict(model, mesh, gpt(sizes, work.seed).state_dict())
+    optimizer = engine.zero.ZeroOptimizer(model, torch.optim.AdamW, mesh, stage=work.stage, **ADAMW)
+    loss = next_token_loss(mesh.tensor)
+    train = engine.TrainStep(model, optimizer, loss, mesh, microbatches=work.microbatches, schedule=work.schedule)
+    first = mesh.data.rank * work.rows
+
+    def step(ids: Tensor) -> Tensor:
+        own = ids[first : first + work.rows]
+        return train(own[:, :-1], own[:, 1:]).loss
+
+    return step
+
+
+def measure(work: Work, step: Step, device: torch.device) -> dict[str, Any]:
+    """Run the warm-up and the timed steps. Returns the seconds of each timed step (the slowest rank's), the losses of
+    all steps, and the most memory that one rank held, in MiB.
+    """
+    trim()  # what was only needed to build
+    seconds, losses, memory = [], [], 0.0
+    for ids in batches(work, work.warm_up + work.steps):
+        own, loss = _timed(step, ids.to(device), device)
+        every = _gather((own, None if loss is None else float(loss), memory_mib(device)))
+        seconds.append(max(each[0] for each in every))
+        found = [each[1] for each in every if each[1] is not None]
+        losses.append(sum(found) / len(found))
+        memory = max(memory, *(each[2] for each in every))
+    return {"seconds": seconds[work.warm_up :], "losses": losses, "memory_mib": memory}
+
+
+def bounds(work: Work, step: Step, mesh: engine.Mesh) -> dict[str, list[float]]:
+    """Time this engine's step without communication, after `measure`.
+
+    alone: one process at a time does its share, the others asleep; of the pipeline's stages the slowest. together: all
+    processes at once.
+    """
+    every = list(batches(work, work.warm_up + work.steps))
+    here = mesh.coordinate
+    alone = []
+    for stage in range(work.layout.pipeline):
+        own: list[float] = []
+        if (here.pipeline, here.data, here.tensor) == (stage, 0, 0):
+            with silenced(mesh):
+                own = [_timed(step, ids.to(mesh.device), mesh.device, meet=False)[0] for ids in every]
+        alone.append(max(_gather(own), key=len)[work.warm_up :])
+    together = []
+    for ids in every:
+        _barrier()
+        with silenced(mesh):
+            own_seconds = _timed(step, ids.to(mesh.device), mesh.device, meet=False)[0]
+        together.append(max(_gather(own_seconds)))
+    return {"alone": [max(times) for times in zip(*alone, strict=True)], "together": together[work.warm_up :]}
+
+
+def batches(work: Work, steps: int) -> Iterator[Tensor]:
+    """Yield the same global batches in every job: ids (batch, sequence + 1)."""
+    generator = torch.Generator().manual_seed(work.seed + 1)
+    for _ in range(steps):
+        yield torch.randint(work.model.vocabulary, (work.model.batch, work.model.sequence + 1), generator=generator)
+
+
+def memory_mib(device: torch.device) -> float:
+    """Return what this process holds, in MiB: on an accelerator the allocator's peak, else the proportional set size,
+    in which a page that n processes share counts 1/n.
+    """
+    if device.type != "cpu":
+        return devices.peak_memory_mib(device)
+    return proportional_set_size(Path("/proc/self/smaps_rollup").read_text()) / 2**20
+
+
+def proportional_set_size(rollup: str) -> int:
+    """Return the bytes of the Pss line of a smaps_rollup file (proc_pid_smaps(5))."""
+    line = next(line for line in rollup.splitlines() if line.startswith("Pss:"))
+    return int(line.split()[1]) * 1024
+
+
+def _timed(step: Step, ids: Tensor, device: torch.device, meet: bool = True) -> tuple[float, Tensor | None]:
+    if meet:
+        _barrier()
+    devices.synchronize(device)
+    started = time.perf_counter()
+    loss = step(ids)
+    devices.synchronize(device)
+    return time.perf_counter() - started, loss
+
+
+def _write(result: dict[str, Any], out: Path) -> None:
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        out.write_text(json.dumps(result))
+
+
+def _barrier() -> None:
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def _gather(value: Any) -> list[Any]:
+    """Return every rank's value on every rank."""
+    if not dist.is_initialized():
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+@contextmanager
+def _default_group(device: torch.device) -> Iterator[None]:
+    """torch's default process group, as a peer's user would open it; none for one process."""
+    if os.environ.get("WORLD_SIZE", "1") == "1":
+        yield
+        return
+    dist.init_process_group(devices.backend(device), **devices.group_arguments(device))
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def trim() -> None:
+    """Drop what is no longer used, and give its memory back to the system."""
+    gc.collect()
+    trim: Callable[[int], int] | None = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Work.from_dict(json.loads(sys.argv[2])), Path(sys.argv[3]))
