@@ -162,8 +162,11 @@ def plot(cases: Sequence[Case], path: Path) -> None:
         style = {"ecolor": "dimgrey", "capsize": 3}
         panel.barh([each.system for each in systems], medians, xerr=[low, high], color=colours, error_kw=style)
         base = case.systems[0].median
+        plate = {"facecolor": "white", "alpha": 0.75, "linewidth": 0, "pad": 1.5}
         for y, each in enumerate(systems):
-            panel.text(0.01 * max(medians), y, f"{each.median:.3f} s = {each.median / base:.2f}x", va="center")
+            panel.text(
+                0.01 * max(medians), y, f"{each.median:.3f} s = {each.median / base:.2f}x", va="center", bbox=plate
+            )
         for (name, label), line in zip(BOUNDS.items(), ("dotted", "dashed"), strict=True):
             bound = case.find(name)
             if bound is not None:

@@ -48,7 +48,12 @@ class SilentTransport(TorchTransport):
             own.copy_(x)
         return []
 
-    def exchange(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> list[Any]:  # noqa: ARG002
+    def exchange(
+        self,
+        sends: Sequence[tuple[Tensor, int]],  # noqa: ARG002
+        receives: Sequence[tuple[Tensor, int]],
+        tag: int = 0,  # noqa: ARG002
+    ) -> list[Any]:
         for x, _ in receives:
             x.zero_()
         return []
@@ -64,12 +69,13 @@ def silenced(mesh: Mesh) -> Iterator[None]:
     What a first step learns from its peers (the shapes between stages) must have been learnt before.
     """
     communicators = [getattr(mesh, axis) for axis in _AXES]
-    real = [comm._transport for comm in communicators]
+    real = [(comm._transport, comm._thresholds) for comm in communicators]
     try:
         for comm in communicators:
             if comm._transport is not None:
                 comm._transport = SilentTransport(comm._transport, comm.rank)
+                comm._thresholds = dict.fromkeys(comm._thresholds, ((float("inf"), "native"),))
         yield
     finally:
-        for comm, transport in zip(communicators, real, strict=True):
-            comm._transport = transport
+        for comm, (transport, thresholds) in zip(communicators, real, strict=True):
+            comm._transport, comm._thresholds = transport, thresholds

@@ -17,7 +17,7 @@ from engine.errors import DtypeError, LayoutError, UsageError, did_you_mean
 OPS = ("sum", "mean", "max", "min", "prod")
 
 
-def check_tensors(label: str, reads: Sequence[Tensor], writes: Sequence[Tensor], device: torch.device) -> None:
+def check_tensors(label: object, reads: Sequence[Tensor], writes: Sequence[Tensor], device: torch.device) -> None:
     """Refuse what is no tensor, lies on another kind of device, is not strided, or would lose its gradient.
 
     Refuse also to write where several elements share memory.
@@ -45,7 +45,7 @@ def check_tensors(label: str, reads: Sequence[Tensor], writes: Sequence[Tensor],
             )
 
 
-def check_reduction(label: str, x: Tensor, op: str, device: torch.device) -> None:
+def check_reduction(label: object, x: Tensor, op: str, device: torch.device) -> None:
     """Refuse an unknown op, a dtype that the backend of `device` does not reduce, and ops that a dtype has not."""
     if op not in OPS:
         raise UsageError(f"{label}: unknown op {op!r}{did_you_mean(op, OPS)}: choose {', '.join(OPS)}")
@@ -58,7 +58,7 @@ def check_reduction(label: str, x: Tensor, op: str, device: torch.device) -> Non
         raise DtypeError(f"{label}: {op} has no meaning for {x.dtype}: use sum or mean")
 
 
-def check_peer(label: str, peer: int, size: int, word: str) -> None:
+def check_peer(label: object, peer: int, size: int, word: str) -> None:
     """Refuse a rank outside the group."""
     if not 0 <= peer < size:
         raise UsageError(
@@ -66,14 +66,14 @@ def check_peer(label: str, peer: int, size: int, word: str) -> None:
         )
 
 
-def check_dim(label: str, x: Tensor, dim: int) -> int:
+def check_dim(label: object, x: Tensor, dim: int) -> int:
     """Return `dim` counted from the front."""
     if x.dim() == 0 or not -x.dim() <= dim < x.dim():
         raise UsageError(f"{label}: dim {dim} is outside a tensor of shape {tuple(x.shape)}")
     return dim % x.dim()
 
 
-def scattered_shape(label: str, x: Tensor, dim: int, size: int) -> list[int]:
+def scattered_shape(label: object, x: Tensor, dim: int, size: int) -> list[int]:
     """Return the shape of one of `size` equal parts of `x` along `dim`."""
     if x.shape[dim] % size:
         raise LayoutError(f"{label}: dim {dim} of {shape_of(x)} does not divide by the group's {size} ranks")
@@ -82,7 +82,7 @@ def scattered_shape(label: str, x: Tensor, dim: int, size: int) -> list[int]:
     return shape
 
 
-def result_like(label: str, x: Tensor, shape: list[int], out: Tensor | None) -> Tensor:
+def result_like(label: object, x: Tensor, shape: list[int], out: Tensor | None) -> Tensor:
     """Return `out` after checking it, or a new tensor of `shape`."""
     if out is None:
         return x.new_empty(shape)
@@ -118,17 +118,17 @@ def mark_changed(x: Tensor) -> None:
 def average(x: Tensor, op: str, size: int) -> None:
     """Divide a sum that was asked for as a mean: the one place where that happens."""
     if op == "mean":
-        with _outside_autograd(x):
+        with outside_autograd(x):
             x.div_(size)
 
 
 def write(target: Tensor, source: Tensor) -> Tensor:
     """Copy `source` into `target`, whatever the strides of both, and return it."""
-    with _outside_autograd(target):
+    with outside_autograd(target):
         return target.copy_(source)
 
 
-def _outside_autograd(x: Tensor) -> AbstractContextManager[None]:
+def outside_autograd(x: Tensor) -> AbstractContextManager[None]:
     """Return the mode in which `x` may be changed in place."""
     return torch.inference_mode() if x.is_inference() else torch.no_grad()
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import atexit
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from types import TracebackType
 
@@ -24,8 +24,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from engine import device as devices
+from engine.comm.algorithms.plan import Hosts
+from engine.comm.channel import Instruments
+from engine.comm.choice import Choice, read_choice
 from engine.comm.communicator import Communicator
-from engine.comm.rendezvous import agree, find_ranks
+from engine.comm.ledger import Ledger
+from engine.comm.monitor import ADDRESS_BYTES, Monitor, reachable_interface
+from engine.comm.rendezvous import agree, find_ranks, this_host
 from engine.comm.transport import TorchTransport
 from engine.errors import UsageError
 from engine.layout import AXES, Axis, Coordinate, Layout
@@ -37,8 +42,8 @@ _ORDER: tuple[Axis, ...] = ("tensor", "data", "pipeline")
 class Mesh:
     """All communicators of one rank. Use it in a `with` block, or call `close`.
 
-    `data`, `tensor`, `pipeline`, `world`: Communicator each. `layout`, `coordinate`, `rank`, `device`, `seed`: what
-    it was opened with.
+    `data`, `tensor`, `pipeline`, `world`: Communicator each. `layout`, `coordinate`, `rank`, `device`, `seed`,
+    `checks`: what it was opened with. `ledger`: counts what is sent, once it is started.
     """
 
     def __init__(
@@ -49,8 +54,13 @@ class Mesh:
         seed: int,
         communicators: dict[str, Communicator],
         close_groups: Callable[[], None] | None,
+        instruments: Instruments | None = None,
     ) -> None:
         """Made by `init` or `plan_mesh`."""
+        instruments = instruments or Instruments()
+        self.ledger: Ledger = instruments.ledger
+        self.checks = instruments.checks
+        self._monitor = instruments.monitor
         self.layout = layout
         self.rank = rank
         self.coordinate: Coordinate = layout.coordinate(rank)
@@ -103,6 +113,8 @@ class Mesh:
         if self._close_groups is not None:
             self._close_groups()
             self._close_groups = None
+        if self._monitor is not None:
+            self._monitor.close()
 
     def __enter__(self) -> Mesh:
         return self
@@ -127,6 +139,10 @@ def init(
     timeout: float = 120.0,
     init_timeout: float = 300.0,
     seed: int = 0,
+    checks: bool | None = None,
+    algorithm: str | None = None,
+    tuning: str | os.PathLike[str] | None = None,
+    host: str | None = None,
     store: Store | None = None,
     rank: int | None = None,
     world_size: int | None = None,
@@ -135,8 +151,11 @@ def init(
 
     layout: the axis sizes; data=-1 fills up. device: auto, cpu, cuda or npu. timeout: seconds that any collective may
     take. init_timeout: seconds to wait for all ranks to join. seed: seeds the layers of PipelineModel and the streams
-    of TrainStep; torch's own generator is left alone. store, rank, world_size: all three together replace torchrun's
-    environment.
+    of TrainStep; torch's own generator is left alone. checks: compare every collective over its group before it runs;
+    None: as ENGINE_CHECKS=1 says. algorithm: take this one for every collective that has it; None: ENGINE_ALGORITHM.
+    tuning: a file of measured choices between algorithms; None: ENGINE_COMM_TUNING, or else built-in rules. host: a
+    name for the machine that this rank is on, by which hierarchical algorithms group ranks; None: found out. store,
+    rank, world_size: all three together replace torchrun's environment.
 
     torch's default process group over the world is made, unless one exists: that one is then used, and left open by
     `close`. A layout of one process needs neither torchrun nor a group.
@@ -153,11 +172,14 @@ def init(
             "out to use that one, or destroy it first"
         )
     rank, world_size, store = find_ranks(layout, store, rank, world_size, init_timeout)
+    checks = os.environ.get("ENGINE_CHECKS", "0") not in ("", "0") if checks is None else checks
+    choice = _choice(algorithm, tuning)
     if world_size == 1:
         layout = layout.resolve(1)
         where = devices.select(device, int(os.environ.get("LOCAL_RANK", 0)))
         devices.activate(where)
-        return _mesh(layout, rank, where, seed, None, {}, None)
+        instruments = Instruments(checks=checks, choice=choice)
+        return _mesh(layout, rank, where, seed, None, {}, None, instruments=instruments)
     where = devices.select(device, int(os.environ.get("LOCAL_RANK", rank)))
     # Compared before the sizes are judged: ranks that were given different layouts should hear that.
     started = {
@@ -167,6 +189,8 @@ def init(
         "init_timeout": init_timeout,
         "seed": seed,
         "torch": torch.__version__,
+        "checks": checks,
+        "algorithms": repr(choice),
     }
     if store is not None:
         store = PrefixStore(f"engine/{store.add(f'engine/open/{rank}', 1)}", store)
@@ -180,6 +204,8 @@ def init(
         _open_world(store, rank, world_size, where, limit)
     made: list[dist.ProcessGroup] = []
 
+    monitor: Monitor | None = None
+
     def close_groups() -> None:
         while made:
             dist.destroy_process_group(made.pop())
@@ -188,11 +214,18 @@ def init(
 
     try:
         transports = _groups(layout, rank, limit, where, made)
-        mesh = _mesh(layout, rank, where, seed, _world_transport(world_size), transports, close_groups)
+        world = _world_transport(world_size)
+        names = _share(this_host() if host is None else host, world, where)
+        monitor = Monitor(rank, reachable_interface(len(set(names)), os.environ.get("MASTER_ADDR")))
+        instruments = Instruments(monitor=monitor, checks=checks, choice=choice)
+        mesh = _mesh(layout, rank, where, seed, world, transports, close_groups, instruments=instruments, names=names)
+        monitor.watch((mesh.world, mesh.data, mesh.tensor, mesh.pipeline), _share(monitor.address, world, where))
         for comm in (mesh.world, *(getattr(mesh, axis) for axis in _ORDER)):
             comm.barrier()
     except BaseException:
         close_groups()
+        if monitor is not None:
+            monitor.close()
         raise
     atexit.register(mesh.close)
     return mesh
@@ -217,7 +250,10 @@ def _mesh(
     transports: dict[Axis, TorchTransport],
     close_groups: Callable[[], None] | None,
     planned: bool = False,
+    instruments: Instruments | None = None,
+    names: Sequence[str] = (),
 ) -> Mesh:
+    """Make the communicators. names: the host of every global rank."""
     coordinate = layout.coordinate(rank)
     where = f"rank {rank} ({coordinate})"
     communicators: dict[str, Communicator] = {}
@@ -231,12 +267,46 @@ def _mesh(
             where=where,
             transport=transports.get(axis),
             planned=planned and len(ranks) > 1,
+            hosts=_hosts(ranks, names),
+            instruments=instruments,
         )
     everyone = range(layout.world_size)
     communicators["world"] = Communicator(
-        "world", everyone, rank, device, where=where, transport=world, planned=planned
+        "world",
+        everyone,
+        rank,
+        device,
+        where=where,
+        transport=world,
+        planned=planned,
+        hosts=_hosts(everyone, names),
+        instruments=instruments,
     )
-    return Mesh(layout, rank, device, seed, communicators, close_groups)
+    return Mesh(layout, rank, device, seed, communicators, close_groups, instruments)
+
+
+def _choice(algorithm: str | None, tuning: str | os.PathLike[str] | None) -> Choice:
+    """Return how algorithms are chosen: by argument, by environment, or by the built-in rules."""
+    forced = algorithm or os.environ.get("ENGINE_ALGORITHM") or None
+    path = tuning or os.environ.get("ENGINE_COMM_TUNING") or None
+    return Choice(forced=forced) if path is None else read_choice(os.fspath(path), forced)
+
+
+def _hosts(ranks: Sequence[int], names: Sequence[str]) -> Hosts:
+    """Return the positions inside a group that share a host, for each host."""
+    if not names:
+        return (tuple(range(len(ranks))),)
+    here = [names[rank] for rank in ranks]
+    return tuple(tuple(i for i, name in enumerate(here) if name == host) for host in dict.fromkeys(here))
+
+
+def _share(text: str, world: TorchTransport, device: torch.device) -> list[str]:
+    """Return every rank's text, of at most ADDRESS_BYTES bytes."""
+    data = bytearray(text.encode()[:ADDRESS_BYTES].ljust(ADDRESS_BYTES))
+    own = torch.frombuffer(data, dtype=torch.uint8).to(device)
+    every = own.new_empty(len(world.ranks) * ADDRESS_BYTES)
+    world.wait(world.all_gather(every, own))
+    return [bytes(part.tolist()).decode().rstrip() for part in every.cpu().split(ADDRESS_BYTES)]
 
 
 def _groups(

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 from datetime import timedelta
+from pathlib import Path
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
@@ -62,6 +64,16 @@ def find_ranks(
             f"torchrun --standalone --nproc-per-node {needed} SCRIPT"
         )
     return 0, 1, None
+
+
+def this_host() -> str:
+    """Return a name that all processes of this machine share and no other machine has: Linux's id of this boot, where
+    there is one, since host names repeat between containers.
+    """
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return socket.gethostname()
 
 
 def agree(store: Store, rank: int, world_size: int, started: dict[str, object], init_timeout: float) -> None:

@@ -61,10 +61,17 @@ class TorchTransport:
     def all_gather(self, out: Tensor, x: Tensor) -> Works:
         return [_all_gather(_bytes(out), _bytes(x), group=self.group, async_op=True)]
 
-    def exchange(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> Works:
-        """Start all sends and receives as one batch. Between two ranks, messages match in the order they are listed."""
-        batch = [dist.P2POp(dist.isend, _bytes(x), self.ranks[peer], self.group) for x, peer in sends]
-        batch += [dist.P2POp(dist.irecv, _bytes(x), self.ranks[peer], self.group) for x, peer in receives]
+    def all_to_all(self, out: Tensor, x: Tensor) -> Works:
+        return [dist.all_to_all_single(_bytes(out), _bytes(x), group=self.group, async_op=True)]
+
+    def exchange(
+        self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], tag: int = 0
+    ) -> Works:
+        """Start all sends and receives as one batch. Between two ranks, messages of one tag match in the order they
+        are listed; NCCL and HCCL ignore tags.
+        """
+        batch = [dist.P2POp(dist.isend, _bytes(x), self.ranks[peer], self.group, tag) for x, peer in sends]
+        batch += [dist.P2POp(dist.irecv, _bytes(x), self.ranks[peer], self.group, tag) for x, peer in receives]
         return list(dist.batch_isend_irecv(batch)) if batch else []
 
     def broadcast_object(self, value: object, src: int, device: torch.device) -> object:

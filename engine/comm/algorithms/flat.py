@@ -1,0 +1,128 @@
+"""Algorithms that treat all ranks of a group alike: pairwise, ring, recursive halving and doubling, binomial trees.
+
+S: bytes of the whole vector, n: ranks. The bytes given are those that one rank sends. Methods: R. Thakur,
+R. Rabenseifner, W. Gropp, "Optimization of Collective Communication Operations in MPICH", 2005.
+"""
+
+from __future__ import annotations
+
+from engine.comm.algorithms.plan import Plan, block, round_of
+
+
+def pairwise_reduce_scatter(rank: int, size: int, count: int) -> Plan:
+    """Every rank sends each other its block at once: one round, (n - 1) / n S bytes. Only the own block is written."""
+    others = [(rank + step) % size for step in range(1, size)]
+    own = block(count, size, rank)
+    sends = [(peer, block(count, size, peer)) for peer in others]
+    return (round_of(sends, [(peer, own) for peer in reversed(others)], reduce=True),)
+
+
+def pairwise_all_gather(rank: int, size: int, count: int) -> Plan:
+    """Every rank sends its block to each other at once: one round, (n - 1) / n S bytes."""
+    others = [(rank + step) % size for step in range(1, size)]
+    own = block(count, size, rank)
+    receives = [(peer, block(count, size, peer)) for peer in reversed(others)]
+    return (round_of([(peer, own) for peer in others], receives, reduce=False),)
+
+
+def pairwise_all_reduce(rank: int, size: int, count: int) -> Plan:
+    """Pairwise reduce-scatter, then all-gather: two rounds, 2 (n - 1) / n S bytes."""
+    return pairwise_reduce_scatter(rank, size, count) + pairwise_all_gather(rank, size, count)
+
+
+def ring_reduce_scatter(rank: int, size: int, count: int) -> Plan:
+    """Partial sums go once around: n - 1 rounds, (n - 1) / n S bytes, each rank to the next."""
+    after, before = (rank + 1) % size, (rank - 1) % size
+
+    def at(step: int) -> tuple[int, int]:
+        return block(count, size, (rank - step) % size)
+
+    steps = range(size - 1)
+    return tuple(round_of([(after, at(k + 1))], [(before, at(k + 2))], reduce=True) for k in steps)
+
+
+def ring_all_gather(rank: int, size: int, count: int) -> Plan:
+    """Blocks go once around: n - 1 rounds, (n - 1) / n S bytes, each rank to the next."""
+    after, before = (rank + 1) % size, (rank - 1) % size
+
+    def at(step: int) -> tuple[int, int]:
+        return block(count, size, (rank - step) % size)
+
+    return tuple(round_of([(after, at(k))], [(before, at(k + 1))], reduce=False) for k in range(size - 1))
+
+
+def ring_all_reduce(rank: int, size: int, count: int) -> Plan:
+    """Ring reduce-scatter, then all-gather: 2 (n - 1) rounds, 2 (n - 1) / n S bytes."""
+    return ring_reduce_scatter(rank, size, count) + ring_all_gather(rank, size, count)
+
+
+def halving_doubling_all_reduce(rank: int, size: int, count: int) -> Plan:
+    """Recursive halving, then doubling: 2 log2(n) rounds, 2 (n - 1) / n S bytes, to partners at distances n/2 .. 1.
+
+    With p the largest power of two up to n, rank p + i first gives all of its vector to rank i and gets the result of
+    it at the end: S bytes more for both, two rounds more.
+    """
+    paired = 1 << (size.bit_length() - 1)
+    extra = size - paired
+    whole = (0, count)
+    if rank >= paired:
+        partner = rank - paired
+        idle = tuple(round_of([], [], reduce=False) for _ in range(2 * (paired.bit_length() - 1)))
+        first, last = round_of([(partner, whole)], [], reduce=True), round_of([], [(partner, whole)], reduce=False)
+        return (first, *idle, last)
+    halving, doubling = [], []
+    low, high = whole
+    distance = paired // 2
+    while distance:
+        partner, middle = rank ^ distance, low + (high - low) // 2
+        lower, upper = (low, middle), (middle, high)
+        kept, given = (upper, lower) if rank & distance else (lower, upper)
+        halving.append(round_of([(partner, given)], [(partner, kept)], reduce=True))
+        doubling.append(round_of([(partner, kept)], [(partner, given)], reduce=False))
+        low, high = kept
+        distance //= 2
+    core = (*halving, *reversed(doubling))
+    if not extra:
+        return core
+    helped = [(rank + paired, whole)] if rank < extra else []
+    return (round_of([], helped, reduce=True), *core, round_of(helped, [], reduce=False))
+
+
+def binomial_broadcast(rank: int, size: int, count: int, root: int) -> Plan:
+    """Who has the vector hands it on, twice as many in every round: log2(n) rounds, the root sends log2(n) S bytes."""
+    place, whole, plan = (rank - root) % size, (0, count), []
+    distance = 1
+    while distance < size:
+        sends = [((rank + distance) % size, whole)] if place < distance and place + distance < size else []
+        receives = [((rank - distance) % size, whole)] if distance <= place < 2 * distance else []
+        plan.append(round_of(sends, receives, reduce=False))
+        distance *= 2
+    return tuple(plan)
+
+
+def scatter_all_gather_broadcast(rank: int, size: int, count: int, root: int) -> Plan:
+    """The root gives each rank a block, then all share theirs: two rounds, the root sends 2 (n - 1) / n S bytes, the
+    others (n - 2) / n S.
+    """
+    own = block(count, size, rank)
+    others = [(rank + step) % size for step in range(1, size)]
+    if rank == root:
+        return (
+            round_of([(peer, block(count, size, peer)) for peer in others], [], reduce=False),
+            round_of([(peer, own) for peer in others], [], reduce=False),
+        )
+    sends = [(peer, own) for peer in others if peer != root]
+    receives = [(peer, block(count, size, peer)) for peer in reversed(others)]
+    return (round_of([], [(root, own)], reduce=False), round_of(sends, receives, reduce=False))
+
+
+def binomial_reduce(rank: int, size: int, count: int, root: int) -> Plan:
+    """The binomial broadcast backwards: log2(n) rounds; every rank but the root sends S bytes, once."""
+    place, whole, plan = (rank - root) % size, (0, count), []
+    distance = 1 << ((size - 1).bit_length() - 1) if size > 1 else 0
+    while distance:
+        receives = [((rank + distance) % size, whole)] if place < distance and place + distance < size else []
+        sends = [((rank - distance) % size, whole)] if distance <= place < 2 * distance else []
+        plan.append(round_of(sends, receives, reduce=True))
+        distance //= 2
+    return tuple(plan)

@@ -1,0 +1,64 @@
+"""What an algorithm is: for each rank a list of rounds, in each of which it sends and receives slices of one vector.
+
+Pure data. Every rank of a group holds a vector of the same number of elements. All transfers of a round are started
+together and end before the next round begins; between two ranks, messages match in the order in which they are listed.
+A vector is cut into one block for each rank of a group, as equal as can be, the longer ones first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """The elements [start, stop) of the vector, to or from a peer."""
+
+    peer: int
+    """Position inside the group."""
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Round:
+    """What one rank sends and receives at the same time. No slice is both sent and received."""
+
+    sends: tuple[Transfer, ...] = ()
+    receives: tuple[Transfer, ...] = ()
+    reduce: bool = False
+    """Whether what is received is reduced into the vector, in the listed order, or takes the place of what is there."""
+
+
+Plan = tuple[Round, ...]
+Hosts = tuple[tuple[int, ...], ...]
+"""The ranks of the group on each host, in rank order; a partition of the group."""
+
+
+def block(count: int, parts: int, index: int) -> tuple[int, int]:
+    """Return [start, stop) of one of `parts` blocks of `count` elements."""
+    size, longer = divmod(count, parts)
+    start = index * size + min(index, longer)
+    return start, start + size + (index < longer)
+
+
+def round_of(
+    sends: Sequence[tuple[int, tuple[int, int]]], receives: Sequence[tuple[int, tuple[int, int]]], *, reduce: bool
+) -> Round:
+    """Make a round of (peer, (start, stop)) pairs, without the empty ones."""
+    kept = [
+        tuple(Transfer(peer, start, stop) for peer, (start, stop) in pairs if start < stop)
+        for pairs in (sends, receives)
+    ]
+    return Round(kept[0], kept[1], reduce)
+
+
+def elements_sent(plan: Plan) -> int:
+    """Return how many elements the rank of this plan sends."""
+    return sum(transfer.stop - transfer.start for each in plan for transfer in each.sends)
+
+
+def elements_scratch(plan: Plan) -> int:
+    """Return how many elements a rank must hold beside its vector: what a round receives to reduce."""
+    return max((sum(t.stop - t.start for t in each.receives) for each in plan if each.reduce), default=0)

@@ -1,0 +1,215 @@
+"""What every call of a communicator goes through: its record, the check before it, its end, its error."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from engine.comm.algorithms import plan_for
+from engine.comm.algorithms.compress import Compressed
+from engine.comm.algorithms.plan import Hosts, Plan
+from engine.comm.algorithms.run import Messenger, Running
+from engine.comm.arguments import check_reduction, check_tensors
+from engine.comm.call import Call
+from engine.comm.checks import check_call, check_messages
+from engine.comm.choice import OPERATIONS, Choice, Thresholds, algorithms_of
+from engine.comm.ledger import Ledger, payload_bytes, wire_bytes
+from engine.comm.monitor import Monitor
+from engine.comm.transport import TorchTransport, Works
+from engine.comm.work import Work
+from engine.device import backend
+from engine.errors import CommunicationError, EngineError, UsageError, did_you_mean
+
+_R = TypeVar("_R")
+
+
+@dataclass(frozen=True)
+class Instruments:
+    """What watches the communicators of a mesh, and how they choose."""
+
+    ledger: Ledger = field(default_factory=Ledger)
+    monitor: Monitor | None = None
+    checks: bool = False
+    choice: Choice = field(default_factory=Choice)
+
+
+class Channel:
+    """One group seen from one rank: who is in it, and the life of a call. `Communicator` adds the operations."""
+
+    def __init__(
+        self,
+        name: str,
+        ranks: Sequence[int],
+        rank: int,
+        device: torch.device,
+        *,
+        where: str,
+        transport: TorchTransport | None,
+        planned: bool = False,
+        hosts: Hosts = (),
+        instruments: Instruments | None = None,
+    ) -> None:
+        """Made by `engine.init`. `where` says in errors who this rank is; a group of one needs no transport."""
+        self.name = name
+        self.ranks = tuple(ranks)
+        self.rank = rank
+        self.size = len(self.ranks)
+        self.device = device
+        self.hosts = hosts or (tuple(range(self.size)),)
+        self.current: Call | None = None
+        self.sequence = 0
+        self.since = 0.0
+        self.failed = False
+        self._label = where.replace("{", "{{").replace("}", "}}") + f": {{}} on axis {name!r}"
+        self._transport = transport
+        self._messenger = None if transport is None else Messenger(transport)
+        self._planned = planned
+        self._closed = False
+        instruments = instruments or Instruments()
+        self._ledger, self._monitor, self._checks = instruments.ledger, instruments.monitor, instruments.checks
+        self._thresholds: dict[str, Thresholds] = {
+            operation: instruments.choice.thresholds(operation, self.size, len(self.hosts), backend(device))
+            for operation in OPERATIONS
+        }
+
+    @property
+    def transport(self) -> str:
+        """How bytes move: `torch`, `local` for a group of one, `plan` for a mesh without processes."""
+        if self._planned:
+            return "plan"
+        return self._transport.name if self._transport else "local"
+
+    def __repr__(self) -> str:
+        return f"Communicator({self.name!r}, rank {self.rank} of {self.size}, {self.transport} on {self.device})"
+
+    def close(self) -> None:
+        """Drop the process group. Called by Mesh.close; every later call that would send raises."""
+        self._closed = True
+        self._messenger = None
+        if self._transport is not None:
+            self._transport.close()
+
+    # ---- the life of a call ----------------------------------------------------------------------------------------
+
+    def _call(
+        self, name: str, x: Tensor, writes: Sequence[Tensor] = (), op: str | None = None, peer: int | None = None
+    ) -> Call:
+        """Return the record of a call on `x`, after checking the tensors and the reduction."""
+        call = Call(self._label, name, x, op, peer)
+        check_tensors(call, (x,), writes, self.device)
+        if op is not None:
+            check_reduction(call, x, op, self.device)
+        return call
+
+    def _check_tensors(self, call: Call, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
+        check_tensors(call, reads, writes, self.device)
+
+    def _choose(self, call: Call, nbytes: int, algorithm: str | None) -> str:
+        """Return the algorithm of a call, the one that was asked for or the one that the table names."""
+        if algorithm is None:
+            algorithm = next(name for limit, name in self._thresholds[call.name] if nbytes <= limit)
+        elif algorithm not in algorithms_of(call.name):
+            known = algorithms_of(call.name)
+            hint = did_you_mean(algorithm, known)
+            raise UsageError(f"{call}: unknown algorithm {algorithm!r}{hint}: choose {', '.join(known)}")
+        call.algorithm = algorithm
+        return algorithm
+
+    def _plan(self, call: Call, count: int) -> Plan:
+        return plan_for(call.name, call.algorithm, self.rank, self.size, count, call.peer or 0, self.hosts)
+
+    def _running(self, plan: Plan, at: Callable[[int, int], Tensor], op: str, like: Tensor) -> Works:
+        """Start a plan over this group's messages."""
+        assert self._messenger is not None
+        return [Running(self._messenger, plan, at, op, like)]
+
+    def _compressed(self, x: Tensor, wire: torch.dtype, out: Tensor, *, share: bool) -> Works:
+        """Start a sum whose messages travel as `wire`."""
+        assert self._messenger is not None
+        return [Compressed(self._messenger, self.rank, self.size, x, wire, out, share=share)]
+
+    def _run(
+        self,
+        call: Call,
+        start: Callable[[TorchTransport], Works],
+        finish: Callable[[], _R],
+        buffers: object,
+        async_op: bool,
+    ) -> _R | Work:
+        """Start a call and, unless it is asynchronous, wait for it. `finish` makes the result once it is done."""
+        transport = self._live(call)
+        if call.messages is None:
+            self.sequence += 1
+            call.sequence = self.sequence
+        self.current = call
+        self.since = started = time.perf_counter()
+        try:
+            if self._checks:
+                buffers = (buffers, self._compare(call, transport))
+            works = start(transport)
+            if not async_op:
+                transport.wait(works)
+        except RuntimeError as error:
+            raise self._failure(call, error, started) from error
+        if async_op:
+            return Work(partial(self._wait, call, works, started), finish, buffers)
+        self._end(call, started)
+        return finish()
+
+    def _wait(self, call: Call, works: Works, started: float) -> None:
+        transport = self._live(call)
+        self.current = call
+        try:
+            transport.wait(works)
+        except RuntimeError as error:
+            raise self._failure(call, error, started) from error
+        self._end(call, started)
+
+    def _end(self, call: Call, started: float) -> None:
+        call.done = True
+        if self._ledger.on:
+            payload, wire = payload_bytes(call, self.size), wire_bytes(call, self.rank, self.size, self.hosts)
+            self._ledger.add(self.name, call.name, payload, wire, time.perf_counter() - started)
+
+    def _compare(self, call: Call, transport: TorchTransport) -> object:
+        """Compare the call with the other ranks'."""
+        if call.messages is None:
+            check_call(call, transport, self.device)
+            return None
+        # NCCL and HCCL ignore tags, so a header could be taken for a message there.
+        return check_messages(call, transport, *call.messages) if self.device.type == "cpu" else None
+
+    def _local(self, result: _R, async_op: bool) -> _R | Work:
+        """Hand back what a group of one, or an empty tensor, gives without sending."""
+        return Work(lambda: None, lambda: result, None) if async_op else result
+
+    def _live(self, call: Call) -> TorchTransport:
+        if self._planned:
+            raise UsageError(f"{call}: this mesh is a plan without processes; nothing can be sent on it")
+        if self._closed:
+            raise UsageError(f"{call}: the mesh is closed: communicate inside `with engine.init(...)`")
+        if self._transport is None:
+            raise UsageError(f"{call}: this group has one rank, so there is no peer to send to")
+        return self._transport
+
+    def _failure(self, call: Call, error: Exception, started: float) -> Exception:
+        """Return the error of a failed call: what this rank waited for, and what the others are doing."""
+        if isinstance(error, EngineError):
+            return error
+        self.failed = True
+        seconds = time.perf_counter() - started
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        told = self._monitor.explain(self) if self._monitor is not None else ""
+        members = f"ranks {', '.join(map(str, self.ranks))}" if len(self.ranks) <= 16 else f"{self.size} ranks"
+        return CommunicationError(
+            f"{call.full()} failed after {seconds:.1f} s, "
+            + (f"call {call.sequence} " if call.sequence else "")
+            + f"over {members}: {reason}. "
+            + (told or "Another rank has stopped, left this call out or called it with other sizes")
+        )

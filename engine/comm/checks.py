@@ -1,0 +1,94 @@
+"""The comparison before a collective (`ENGINE_CHECKS=1`): do all ranks of the group make the same call?
+
+Costs one small all-gather for each collective, and one small message before each message. Without it, the same mistakes
+end in a time-out, an abort of the process, or wrong numbers, whatever the backend makes of them.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.comm.arguments import shape_of
+from engine.comm.call import Call
+from engine.comm.source import source_line
+from engine.comm.transport import TorchTransport
+from engine.errors import UsageError
+
+_WIDTH = 768  # bytes of what a rank says of its call
+HEADER_TAG = (1 << 20) + 1
+
+
+def check_call(call: Call, transport: TorchTransport, device: torch.device) -> None:
+    """Compare `call` over the group. Raises UsageError on every rank, with each side's source line.
+
+    The line is reported and not compared: a root and its receivers may call from different branches.
+    """
+    spoken = [call.sequence, call.describe(), call.algorithm]
+    heard = _share(json.dumps([spoken, source_line(sys._getframe(1))]), transport, device)
+    sayings = [json.loads(text) for text in heard]
+    if all(each[0] == sayings[0][0] for each in sayings):
+        return
+    groups: dict[str, list[int]] = {}
+    for other, (what, line) in enumerate(sayings):
+        groups.setdefault(f"call {what[0]} is {what[1]} by {what[2]} at {line}", []).append(other)
+    listed = "; ".join(
+        f"rank{'s' if len(ranks) > 1 else ''} {', '.join(f'{r} (global {transport.ranks[r]})' for r in ranks)}: {what}"
+        for what, ranks in groups.items()
+    )
+    raise UsageError(
+        f"{call}: the ranks of the group call different things, nothing was sent: {listed}: every rank of the "
+        f"group must make the same calls in the same order"
+    )
+
+
+def check_messages(
+    call: Call, transport: TorchTransport, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]
+) -> list[Any]:
+    """Send a header before every message, and compare what arrives with what is expected. Raises UsageError on the
+    receiving rank. Returns what must be waited for later.
+    """
+    line = source_line(sys._getframe(1))
+    out = [(_encode(json.dumps([shape_of(x), line])), peer) for x, peer in sends]
+    into = [(torch.empty(_WIDTH, dtype=torch.uint8), peer) for _, peer in receives]
+    works = transport.exchange(out, into, HEADER_TAG)
+    for work in works[len(out) :]:
+        work.wait()
+    for (x, peer), (header, _) in zip(receives, into, strict=True):
+        shape, theirs = json.loads(_decode(header))
+        if shape != shape_of(x):
+            raise UsageError(
+                f"{call}: rank {peer} (global {transport.ranks[peer]}) sends {shape} at {theirs}, but this rank "
+                f"receives it into {shape_of(x)} at {line}: both sides must agree on dtype and shape"
+            )
+    return [*works[: len(out)], *out]
+
+
+def _share(text: str, transport: TorchTransport, device: torch.device) -> list[str]:
+    """Return every rank's text."""
+    own = _encode(text).to(device)
+    every = own.new_empty(len(transport.ranks) * _WIDTH)
+    transport.wait(transport.all_gather(every, own))
+    return [_decode(part) for part in every.cpu().split(_WIDTH)]
+
+
+def _encode(text: str) -> Tensor:
+    """Return the text in a fixed number of bytes. What is too long loses its source line's head, then its shape."""
+    if len(text.encode()) > _WIDTH:
+        spoken, line = json.loads(text)
+        cut = len(text.encode()) - _WIDTH
+        text = json.dumps([spoken, "..." + line[cut + 3 :]])
+        if len(text.encode()) > _WIDTH:
+            spoken = [str(each)[:200] for each in spoken] if isinstance(spoken, list) else spoken[:200]
+            text = json.dumps([spoken, ""])
+    data = text.encode().ljust(_WIDTH)
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def _decode(data: Tensor) -> str:
+    return bytes(data.tolist()).decode().rstrip()

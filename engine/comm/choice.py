@@ -1,0 +1,111 @@
+"""Which algorithm a call takes: a table of thresholds, measured or built in. Pure, but for reading the file.
+
+The file is what `python -m benchmarks.collectives --tune --out FILE` writes:
+
+    {"version": 1, "rows": [{"op": "all_reduce", "size": 4, "hosts": 1, "up_to": 65536, "algorithm": "native"}, ...]}
+
+A row holds for payloads of at most `up_to` bytes (null: any) that no row with a smaller one covers. A group takes the
+rows of its own size and number of hosts; where there are none, the built-in rules.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from engine.comm.algorithms import PLANS
+from engine.errors import UsageError, did_you_mean
+
+VERSION = 1
+NATIVE = "native"
+OPERATIONS = (*PLANS, "all_to_all")
+_ANY = float("inf")
+
+Thresholds = tuple[tuple[float, str], ...]
+"""(largest payload in bytes, algorithm), ascending; the last is for any."""
+Key = tuple[str, int, int]
+"""(operation, ranks, hosts)."""
+
+
+def algorithms_of(operation: str) -> tuple[str, ...]:
+    """Return the names that `algorithm=` takes for an operation."""
+    return (NATIVE, *PLANS.get(operation, ()))
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How algorithms are chosen. Equal on every rank."""
+
+    table: Mapping[Key, Thresholds] = field(default_factory=dict)
+    """Measured thresholds."""
+    forced: str | None = None
+    """Take this one wherever an operation has it."""
+
+    def __post_init__(self) -> None:
+        known = sorted({name for operation in OPERATIONS for name in algorithms_of(operation)})
+        if self.forced is not None and self.forced not in known:
+            hint = did_you_mean(self.forced, known)
+            raise UsageError(f"algorithm {self.forced!r} is unknown{hint}: choose {', '.join(known)}")
+
+    def thresholds(self, operation: str, size: int, hosts: int, backend: str) -> Thresholds:
+        """Return what one group does for an operation. NCCL and HCCL keep to their own calls unless forced."""
+        if self.forced is not None and self.forced in algorithms_of(operation):
+            return ((_ANY, self.forced),)
+        if backend != "gloo":
+            return ((_ANY, NATIVE),)
+        return self.table.get((operation, size, hosts)) or default_thresholds(operation, hosts)
+
+
+def default_thresholds(operation: str, hosts: int) -> Thresholds:
+    """Return the built-in rules for gloo, from measurements on one host (docs/collectives.md).
+
+    gloo's reduce-scatter is an all-reduce and a slice, its all-gather copies: pairwise messages do neither.
+    """
+    if operation in ("reduce_scatter", "all_gather"):
+        return ((_ANY, "pairwise" if hosts == 1 else "hierarchical"),)
+    if operation == "all_reduce" and hosts > 1:
+        return ((1 << 16, NATIVE), (_ANY, "hierarchical"))
+    return ((_ANY, NATIVE),)
+
+
+def read_choice(path: str | Path, forced: str | None = None) -> Choice:
+    """Read a tuning file. Raises UsageError, naming the file, when it is missing, damaged or of another version."""
+    try:
+        document = json.loads(Path(path).read_text())
+        version = document["version"]
+        rows = [_row(each) for each in document["rows"]] if version == VERSION else []
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(
+            f"tuning file {path} cannot be used: {error!r}: make it anew with "
+            f"`python -m benchmarks.collectives --tune --out {path}`, or leave it out to take the built-in rules"
+        ) from error
+    if version != VERSION:
+        raise UsageError(
+            f"tuning file {path} is of version {version!r}, this engine reads {VERSION}: make it anew with "
+            f"`python -m benchmarks.collectives --tune --out {path}`, or leave it out to take the built-in rules"
+        )
+    table: dict[Key, list[tuple[float, str]]] = {}
+    for key, threshold in rows:
+        table.setdefault(key, []).append(threshold)
+    return Choice({key: tuple(sorted(found)) for key, found in table.items()}, forced)
+
+
+def write_choice(path: str | Path, table: Mapping[Key, Thresholds], meta: Mapping[str, Any]) -> None:
+    """Write a tuning file."""
+    rows = [
+        {"op": op, "size": size, "hosts": hosts, "up_to": None if limit == _ANY else int(limit), "algorithm": name}
+        for (op, size, hosts), thresholds in table.items()
+        for limit, name in thresholds
+    ]
+    Path(path).write_text(json.dumps({"version": VERSION, "meta": dict(meta), "rows": rows}, indent=1) + "\n")
+
+
+def _row(row: Mapping[str, Any]) -> tuple[Key, tuple[float, str]]:
+    operation, name = row["op"], row["algorithm"]
+    if operation not in OPERATIONS or name not in algorithms_of(operation):
+        raise ValueError(f"no algorithm {name!r} for {operation!r}")
+    limit = _ANY if row["up_to"] is None else int(row["up_to"])
+    return (operation, int(row["size"]), int(row["hosts"])), (limit, name)

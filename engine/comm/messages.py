@@ -1,0 +1,167 @@
+"""The calls of a communicator that are made of single messages: between two ranks, and to or from one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, overload
+
+from torch import Tensor
+
+from engine.comm.arguments import check_peer, mark_changed, overlap, plain, write
+from engine.comm.call import Call
+from engine.comm.channel import Channel
+from engine.comm.work import Work
+from engine.errors import UsageError
+
+
+class Messages(Channel):
+    """The part of `Communicator` that sends messages."""
+
+    # ---- to and from one rank --------------------------------------------------------------------------------------
+
+    @overload
+    def gather(self, x: Tensor, dst: int, *, async_op: Literal[False] = False) -> list[Tensor] | None: ...
+    @overload
+    def gather(self, x: Tensor, dst: int, *, async_op: Literal[True]) -> Work: ...
+    def gather(self, x: Tensor, dst: int, *, async_op: bool = False) -> list[Tensor] | Work | None:
+        """Return every rank's `x`, of the same shape, as a list on rank `dst`, and None elsewhere. Any dtype."""
+        call = self._call("gather", x, peer=dst)
+        check_peer(call, dst, self.size, "dst")
+        if self.rank != dst:
+            wire = plain(x)
+            if x.numel() == 0:
+                return self._local(None, async_op)
+            return self._run(call, lambda t: t.exchange([(wire, dst)], []), lambda: None, wire, async_op)
+        parts = [x.detach().clone() if peer == dst else x.new_empty(x.shape) for peer in range(self.size)]
+        if self.size == 1 or x.numel() == 0:
+            return self._local(parts, async_op)
+        arriving = [(part, peer) for peer, part in enumerate(parts) if peer != dst]
+        return self._run(call, lambda t: t.exchange([], arriving), lambda: parts, parts, async_op)
+
+    @overload
+    def scatter(
+        self, xs: Sequence[Tensor] | None, out: Tensor, src: int, *, async_op: Literal[False] = False
+    ) -> Tensor: ...
+    @overload
+    def scatter(self, xs: Sequence[Tensor] | None, out: Tensor, src: int, *, async_op: Literal[True]) -> Work: ...
+    def scatter(self, xs: Sequence[Tensor] | None, out: Tensor, src: int, *, async_op: bool = False) -> Tensor | Work:
+        """Fill `out` on rank j with the j-th of rank `src`'s tensors `xs`, one for each rank; returns it. Any dtype.
+
+        `xs`: only on `src`, each of the shape and dtype of `out`; ignored elsewhere.
+        """
+        call = self._call("scatter", out, (out,), peer=src)
+        check_peer(call, src, self.size, "src")
+        if self.rank == src:
+            self._check_parts(call, xs, out)
+        if out.numel() == 0:
+            return self._local(out, async_op)
+        if self.rank == src:
+            assert xs is not None
+            wires = [(plain(x), peer) for peer, x in enumerate(xs) if peer != src]
+            # What lies where the own part arrives must not change before it has left.
+            wires = [(x.clone() if overlap(x, plain(out)) else x, peer) for x, peer in wires]
+            write(out, xs[src])
+            if self.size == 1:
+                return self._local(out, async_op)
+            return self._run(call, lambda t: t.exchange(wires, []), lambda: out, wires, async_op)
+        buffer = plain(out)
+        mark_changed(out)
+        return self._run(
+            call,
+            lambda t: t.exchange([], [(buffer, src)]),
+            lambda: out if buffer is out else write(out, buffer),
+            (out, buffer),
+            async_op,
+        )
+
+    # ---- point to point --------------------------------------------------------------------------------------------
+
+    def send(self, x: Tensor, dst: int) -> None:
+        """Send `x` to rank `dst`, which must call `recv`. Blocks until it does: two ranks that both send first never
+        end, use `exchange`.
+        """
+        self.exchange(sends=[(x, dst)])
+
+    def recv(self, out: Tensor, src: int) -> Tensor:
+        """Fill `out` with what rank `src` sends, and return it. Shape and dtype must be the sender's."""
+        self.exchange(recvs=[(out, src)])
+        return out
+
+    @overload
+    def exchange(
+        self,
+        sends: Sequence[tuple[Tensor, int]] = (),
+        recvs: Sequence[tuple[Tensor, int]] = (),
+        *,
+        async_op: Literal[False] = False,
+    ) -> list[Tensor]: ...
+    @overload
+    def exchange(
+        self,
+        sends: Sequence[tuple[Tensor, int]] = (),
+        recvs: Sequence[tuple[Tensor, int]] = (),
+        *,
+        async_op: Literal[True],
+    ) -> Work: ...
+    def exchange(
+        self,
+        sends: Sequence[tuple[Tensor, int]] = (),
+        recvs: Sequence[tuple[Tensor, int]] = (),
+        *,
+        async_op: bool = False,
+    ) -> list[Tensor] | Work:
+        """Start all sends and receives together and return the received tensors: pairs in both directions cannot
+        deadlock.
+
+        `sends`: (tensor, destination), `recvs`: (tensor to fill, source). Messages from one rank to another arrive in
+        the order in which both sides list them. Only the ranks that are named take part. A sent tensor must not
+        change before `wait`.
+        """
+        call = self._messages(sends, recvs)
+        into = [(x, plain(x), peer) for x, peer in recvs]
+        filled = [buffer for _, buffer, _ in into]
+        if any(overlap(a, b) for i, a in enumerate(filled) for b in filled[:i]):
+            raise UsageError(f"{call}: two received tensors share memory: give each its own")
+        # A message must not change before it has left: one that lies where another arrives travels as a copy.
+        wire = [(plain(x), peer) for x, peer in sends if x.numel()]
+        wire = [(x.clone() if any(overlap(x, buffer) for buffer in filled) else x, peer) for x, peer in wire]
+        arriving = [(buffer, peer) for _, buffer, peer in into if buffer.numel()]
+        for x, _ in recvs:
+            mark_changed(x)
+        if not wire and not arriving and (self.size == 1 or self._transport is not None):
+            return self._local([x for x, _ in recvs], async_op)
+        call.messages = (wire, arriving)
+        return self._run(
+            call,
+            lambda t: t.exchange(wire, arriving),
+            lambda: [x if buffer is x else write(x, buffer) for x, buffer, _ in into],
+            (wire, into),
+            async_op,
+        )
+
+    # ---- inside ----------------------------------------------------------------------------------------------------
+
+    def _messages(self, sends: Sequence[tuple[Tensor, int]], recvs: Sequence[tuple[Tensor, int]]) -> Call:
+        """Return the record of an exchange, after checking it."""
+        call = Call(self._label, "exchange", None)
+        call.messages = (sends, recvs)
+        self._check_tensors(call, [x for x, _ in sends], [x for x, _ in recvs])
+        for _, peer in (*sends, *recvs):
+            check_peer(call, peer, self.size, "peer")
+            if peer == self.rank:
+                raise UsageError(f"{call}: peer {peer} is this rank itself: copy the tensor instead")
+        return call
+
+    def _check_parts(self, call: Call, xs: Sequence[Tensor] | None, out: Tensor) -> None:
+        if xs is None or isinstance(xs, Tensor) or len(xs) != self.size:
+            given = "None" if xs is None else "one tensor" if isinstance(xs, Tensor) else f"{len(xs)} tensors"
+            raise UsageError(
+                f"{call}: rank {self.rank} is src and must give a list of {self.size} tensors, not {given}"
+            )
+        self._check_tensors(call, xs, [])
+        for peer, x in enumerate(xs):
+            if x.shape != out.shape or x.dtype != out.dtype:
+                raise UsageError(
+                    f"{call}: the tensor for rank {peer} is {x.dtype} {tuple(x.shape)}, out is {out.dtype} "
+                    f"{tuple(out.shape)}: all are alike"
+                )

@@ -1,0 +1,174 @@
+"""Plans of collectives, checked with no process: who ends with whose contribution, no deadlock, bytes by formula."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.comm.algorithms import PLANS, plan_for
+from engine.comm.algorithms.plan import Hosts, Plan, Transfer, block, elements_sent, round_of
+
+CASES = [(operation, algorithm) for operation, makers in PLANS.items() for algorithm in makers]
+ROOTED = ("broadcast", "reduce")
+
+
+def play(plans: list[Plan], vectors: list[np.ndarray]) -> None:  # noqa: C901 (one machine, read top down)
+    """Run all ranks' plans over their vectors, (count, n) contributions by element. A send ends only once its receive
+    is posted; all transfers of a round are posted together. Raises AssertionError for a deadlock or a mismatch.
+    """
+    size = len(plans)
+    at = [-1] * size
+    open_transfers = [0] * size
+    arrived: list[list[tuple[Transfer, np.ndarray | None]]] = [[] for _ in range(size)]
+    sends: dict[tuple[int, int], deque[Transfer]] = {}
+    receives: dict[tuple[int, int], deque[tuple[Transfer, int]]] = {}
+
+    def finish_round(rank: int) -> None:
+        each = plans[rank][at[rank]]
+        for transfer, data in arrived[rank]:
+            target = vectors[rank][transfer.start : transfer.stop]
+            target[:] = target + data if each.reduce else data
+
+    def next_round(rank: int) -> None:
+        at[rank] += 1
+        arrived[rank] = []
+        if at[rank] == len(plans[rank]):
+            return
+        each = plans[rank][at[rank]]
+        for one in each.sends:
+            for other in each.receives:
+                assert one.stop <= other.start or other.stop <= one.start, "a slice is sent and received in one round"
+        for transfer in each.sends:
+            sends.setdefault((rank, transfer.peer), deque()).append(transfer)
+        for transfer in each.receives:
+            arrived[rank].append((transfer, None))
+            receives.setdefault((transfer.peer, rank), deque()).append((transfer, len(arrived[rank]) - 1))
+        open_transfers[rank] = len(each.sends) + len(each.receives)
+
+    for rank in range(size):
+        next_round(rank)
+    progress = True
+    while progress:
+        progress = False
+        for (source, target), queue in sends.items():
+            waiting = receives.get((source, target), deque())
+            while queue and waiting:
+                sent, (received, place) = queue.popleft(), waiting.popleft()
+                assert (sent.start, sent.stop) == (received.start, received.stop), (source, target, sent, received)
+                arrived[target][place] = (received, vectors[source][sent.start : sent.stop].copy())
+                open_transfers[source] -= 1
+                open_transfers[target] -= 1
+                progress = True
+        for rank in range(size):
+            while at[rank] < len(plans[rank]) and open_transfers[rank] == 0:
+                finish_round(rank)
+                next_round(rank)
+                progress = True
+    assert [len(plan) for plan in plans] == at, "deadlock"
+    assert not any(sends.values()), "a message was never received"
+    assert not any(receives.values()), "a message never came"
+
+
+def check(operation: str, algorithm: str, size: int, count: int, root: int, hosts: Hosts) -> None:
+    """Every rank ends with what the operation promises, each contribution exactly once."""
+    plans = [plan_for(operation, algorithm, rank, size, count, root, hosts) for rank in range(size)]
+    identity = np.eye(size, dtype=int)
+    vectors = [np.tile(identity[rank], (count, 1)) for rank in range(size)]
+    blocks = [slice(*block(count, size, rank)) for rank in range(size)]
+    if operation == "all_gather":
+        for rank, vector in enumerate(vectors):
+            kept = vector[blocks[rank]].copy()
+            vector[:] = 99
+            vector[blocks[rank]] = kept
+    play(plans, vectors)
+    for rank, vector in enumerate(vectors):
+        if operation == "all_reduce":
+            assert (vector == 1).all()
+        elif operation == "reduce_scatter":
+            assert (vector[blocks[rank]] == 1).all()
+        elif operation == "all_gather":
+            assert all((vector[blocks[owner]] == identity[owner]).all() for owner in range(size))
+        elif operation == "broadcast":
+            assert (vector == identity[root]).all()
+        elif rank == root:
+            assert (vector == 1).all()
+
+
+def spread(size: int, number: int) -> Hosts:
+    """Ranks over hosts in turn, so that neighbours are apart and hosts unequal."""
+    hosts = [tuple(range(first, size, number)) for first in range(min(number, size))]
+    return tuple(hosts)
+
+
+@pytest.mark.parametrize(("operation", "algorithm"), CASES)
+@pytest.mark.parametrize("size", range(1, 10))
+def test_every_contribution_arrives_exactly_once(operation: str, algorithm: str, size: int) -> None:
+    for count in (0, 1, size - 1, size, 3 * size + 1, 24):
+        if operation in ("reduce_scatter", "all_gather") and count % size:
+            continue
+        for root in range(size) if operation in ROOTED else (0,):
+            for hosts in (1, 2, 3, size) if algorithm == "hierarchical" else (1,):
+                check(operation, algorithm, size, count, root, spread(size, hosts))
+
+
+@given(data=st.data())
+@settings(max_examples=200, deadline=None)
+def test_any_hosts_and_any_count(data: st.DataObject) -> None:
+    operation, algorithm = data.draw(st.sampled_from(CASES))
+    size = data.draw(st.integers(1, 12))
+    of_rank = [data.draw(st.integers(0, 3)) for _ in range(size)]
+    hosts = tuple(tuple(r for r in range(size) if of_rank[r] == host) for host in sorted(set(of_rank)))
+    count = data.draw(st.integers(0, 5)) * size + (0 if operation in ("reduce_scatter", "all_gather") else 1)
+    check(operation, algorithm, size, count, data.draw(st.integers(0, size - 1)), hosts)
+
+
+@pytest.mark.parametrize(
+    ("operation", "algorithm", "expected"),
+    [  # bytes that each of 4 ranks sends of a vector of 16 bytes, from the docstrings' formulas
+        ("all_reduce", "pairwise", [24, 24, 24, 24]),
+        ("all_reduce", "ring", [24, 24, 24, 24]),
+        ("all_reduce", "halving_doubling", [24, 24, 24, 24]),
+        ("all_reduce", "hierarchical", [24, 24, 24, 24]),  # 2 (m - 1) / m S + 2 (H - 1) / H S / m, m = H = 2
+        ("reduce_scatter", "pairwise", [12, 12, 12, 12]),
+        ("reduce_scatter", "ring", [12, 12, 12, 12]),
+        ("reduce_scatter", "hierarchical", [12, 12, 12, 12]),  # (m - 1) H / n S + (H - 1) / n S
+        ("all_gather", "pairwise", [12, 12, 12, 12]),
+        ("all_gather", "ring", [12, 12, 12, 12]),
+        ("all_gather", "hierarchical", [12, 12, 12, 12]),
+        ("broadcast", "tree", [32, 16, 0, 0]),
+        ("broadcast", "scatter_all_gather", [24, 8, 8, 8]),
+        ("reduce", "tree", [0, 16, 16, 16]),
+    ],
+)
+def test_bytes_equal_the_formula(operation: str, algorithm: str, expected: list[int]) -> None:
+    plans = [plan_for(operation, algorithm, rank, 4, 16, 0, ((0, 1), (2, 3))) for rank in range(4)]
+    assert [elements_sent(plan) for plan in plans] == expected
+
+
+def test_hierarchical_crosses_hosts_with_a_part_only() -> None:
+    hosts = ((0, 1, 2, 3), (4, 5, 6, 7))
+    for rank in range(8):
+        plan = plan_for("all_reduce", "hierarchical", rank, 8, 64, 0, hosts)
+        other = hosts[1 - rank // 4]
+        across = sum(t.stop - t.start for each in plan for t in each.sends if t.peer in other)
+        assert across == 2 * 64 // 2 // 4  # 2 (H - 1) / H S / m; a flat ring sends 2 * 7 / 8 S over the slowest link
+
+
+def test_halving_doubling_beside_a_power_of_two_costs_the_extra_ranks_the_vector() -> None:
+    sent = [elements_sent(plan_for("all_reduce", "halving_doubling", rank, 5, 16, 0, ())) for rank in range(5)]
+    assert sent == [24 + 16, 24, 24, 24, 16]
+
+
+def test_the_checker_sees_deadlocks_and_wrong_slices() -> None:
+    first = (round_of([(1, (0, 1))], [], reduce=False), round_of([], [(1, (1, 2))], reduce=False))
+    second = (round_of([(0, (1, 2))], [], reduce=False), round_of([], [(0, (0, 1))], reduce=False))
+    with pytest.raises(AssertionError, match="deadlock"):
+        play([first, second], [np.zeros((2, 2), int) for _ in range(2)])
+    lost = (round_of([(1, (0, 2))], [], reduce=False),)
+    wrong = (round_of([], [(0, (0, 1))], reduce=False),)
+    with pytest.raises(AssertionError):
+        play([lost, wrong], [np.zeros((2, 2), int) for _ in range(2)])

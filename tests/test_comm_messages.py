@@ -1,0 +1,119 @@
+"""all_to_all, gather and scatter on real ranks, against slices and joins in one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import engine
+from engine import Layout
+from tests.world import World, refusals
+
+
+def held(rank: int, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    return (torch.arange(torch.Size(shape).numel()) * 7 % 100 + rank * 100).view(shape).to(dtype)
+
+
+def moved(mesh: engine.Mesh, dtype: torch.dtype) -> dict[str, Any]:
+    comm, size, rank = mesh.data, mesh.data.size, mesh.data.rank
+    wide = held(rank, 2, 3 * size, dtype=dtype)
+    frame = torch.zeros(4, 6 * size, dtype=dtype)
+    out = frame[::2, ::2]
+    result: dict[str, Any] = {
+        "rows": comm.all_to_all(held(rank, 2 * size, 3, dtype=dtype)),
+        "columns": comm.all_to_all(wide, -1, out=out) is out,
+        "frame": frame,
+        "input": wide,
+        "async": comm.all_to_all(held(rank, size, dtype=dtype), async_op=True).wait(),
+        "empty": comm.all_to_all(torch.empty(0, size, dtype=dtype), 1),
+        "gather": [comm.gather(held(rank, 3, 4, dtype=dtype).t(), dst) for dst in range(size)],
+        "gathered_later": comm.gather(held(rank, 2, dtype=dtype), 1, async_op=True).wait(),
+    }
+    parts = [held(10 * rank + peer, 2, 5, dtype=dtype) for peer in range(size)]
+    into = torch.zeros(5, 2, dtype=dtype).t()
+    result["scatter"] = [comm.scatter(parts if src == rank else None, into, src).clone() for src in range(size)]
+    own = list(held(rank, size, 3, dtype=dtype).unbind())
+    result["scatter_over_own"] = comm.scatter(own if rank == 1 else None, own[0], 1).clone()
+    result["scattered_later"] = comm.scatter(parts if rank == 0 else None, into, 0, async_op=True).wait().clone()
+    return result
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int16], ids=str)
+def test_parts_reach_their_ranks(world: World, size: int, dtype: torch.dtype) -> None:
+    for rank, got in enumerate(world.run(Layout(data=size), moved, dtype)):
+        rows = [held(r, 2 * size, 3, dtype=dtype).chunk(size)[rank] for r in range(size)]
+        assert torch.equal(got["rows"], torch.cat(rows))
+        columns = [held(r, 2, 3 * size, dtype=dtype).chunk(size, 1)[rank] for r in range(size)]
+        assert got["columns"]
+        assert torch.equal(got["frame"][::2, ::2], torch.cat(columns, 1))
+        assert not got["frame"][1::2].any()
+        assert not got["frame"][:, 1::2].any()
+        assert torch.equal(got["input"], held(rank, 2, 3 * size, dtype=dtype))
+        assert torch.equal(got["async"], torch.stack([held(r, size, dtype=dtype)[rank] for r in range(size)]))
+        assert got["empty"].shape == (0, size)
+        for dst, parts in enumerate(got["gather"]):
+            assert (parts is None) == (rank != dst)
+            if parts is not None:
+                assert all(torch.equal(part, held(r, 3, 4, dtype=dtype).t()) for r, part in enumerate(parts))
+        later = got["gathered_later"]
+        assert (
+            later is None
+            if rank != 1
+            else torch.equal(torch.stack(later), torch.stack([held(r, 2, dtype=dtype) for r in range(size)]))
+        )
+        for src, part in enumerate(got["scatter"]):
+            assert torch.equal(part, held(10 * src + rank, 2, 5, dtype=dtype))
+        assert torch.equal(got["scatter_over_own"], held(1, size, 3, dtype=dtype)[rank])
+        assert torch.equal(got["scattered_later"], held(rank, 2, 5, dtype=dtype))
+
+
+def refused(mesh: engine.Mesh) -> list[str]:
+    comm, x = mesh.data, torch.zeros(4)
+    first = comm.rank == 0
+    calls = [
+        lambda: comm.all_to_all(torch.zeros(5)),
+        lambda: comm.all_to_all(x, out=x),
+        lambda: comm.all_to_all(x, out=torch.zeros(3)),
+        lambda: comm.gather(x, 2),
+        lambda: comm.scatter([x, x], x, -1),
+    ]
+    if first:
+        calls += [
+            lambda: comm.scatter(None, x, 0),
+            lambda: comm.scatter([x], x, 0),
+            lambda: comm.scatter([x, torch.zeros(3)], x, 0),
+        ]
+    return refusals(calls)
+
+
+def test_wrong_calls_are_refused_before_anything_is_sent(world: World) -> None:
+    results = world.run(Layout(data=2), refused)
+    expected = [
+        "all_to_all on axis 'data': dim 0 of float32 (5,) does not divide by the group's 2 ranks",
+        "out shares memory with the input",
+        "out is float32 (3,), but float32 (4,) gives torch.float32 (4,)",
+        "dst=2 is outside the group",
+        "src=-1 is outside the group",
+        "rank 0 is src and must give a list of 2 tensors, not None",
+        "rank 0 is src and must give a list of 2 tensors, not 1 tensors",
+        "the tensor for rank 1 is torch.float32 (3,), out is torch.float32 (4,)",
+    ]
+    for texts in results:
+        for text, part in zip(texts, expected, strict=False):
+            assert part in text
+    assert [len(texts) for texts in results] == [8, 5]
+
+
+def test_a_group_of_one_moves_to_itself() -> None:
+    comm = engine.init(Layout(), device="cpu").data
+    x = held(0, 2, 2)
+    assert torch.equal(comm.all_to_all(x), x)
+    assert comm.all_to_all(x) is not x
+    gathered = comm.gather(x, 0)
+    assert gathered is not None
+    assert torch.equal(gathered[0], x)
+    assert torch.equal(comm.scatter([x], torch.zeros(2, 2, dtype=x.dtype), 0), x)
