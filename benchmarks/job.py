@@ -14,7 +14,7 @@ from typing import Any
 from benchmarks.work import Work
 from engine.errors import EngineError
 
-_GRACE = 20.0  # seconds that torchrun gets to end its ranks
+_GRACE = 45.0  # seconds for torchrun to end its ranks, which have sessions of their own; it kills them after 30
 
 
 class JobError(EngineError):
@@ -43,23 +43,27 @@ def run_job(system: str, work: Work, processes: int, folder: Path) -> dict[str, 
         finally:
             _end(process)
     if code != 0:
-        raise JobError(f"{system} failed with exit code {code}: {first_error(log.read_text())}; log: {log}")
+        raise JobError(f"{system} failed: {cause(log.read_text(errors='replace'))}; log: {log}")
     if not out.exists():
         raise JobError(f"{system} ended without a result; log: {log}")
     result: dict[str, Any] = json.loads(out.read_text())
     return result
 
 
-def first_error(log: str) -> str:
-    """Return the line of a torchrun log in which the first rank to fail says why."""
-    for line in log.splitlines():
-        text = re.sub(r"^(\[rank\d+\]:?)?\s*", "", line)
-        if not text.startswith("torch.distributed.elastic") and re.match(
-            r"([A-Za-z_][\w.]*(Error|Exception|Interrupt|Exit)|error)\b:?", text
-        ):
-            return text[:300]
-    found = re.search(r"(exitcode\s*:.*)", log.partition("Root Cause")[2])
-    return found[1] if found else "it said nothing"
+def cause(log: str) -> str:
+    """Return why a torchrun job failed: a rank that was killed, else what the rank that failed first said."""
+    summary = log[log.rfind("Failures:") if "Failures:" in log else log.rfind("Root Cause") :]
+    failed = [(int(r), int(c)) for r, c in re.findall(r"rank\s*: (\d+) .*\n\s*exitcode\s*: (-?\d+)", summary)]
+    for rank, code in failed:
+        if code < 0 and -code != signal.SIGTERM:  # torchrun ends the others with SIGTERM
+            return f"rank {rank} was ended by signal {-code} ({signal.Signals(-code).name})"
+    first = failed[-1][0] if failed else 0  # torchrun lists the root cause last
+    lines = log.splitlines()
+    own = [line.partition(f"[rank{first}]:")[2].strip() for line in lines if f"[rank{first}]:" in line]
+    for line in (*own, *lines):
+        if re.match(r"([A-Za-z_][\w.]*(Error|Exception|Interrupt|Exit)|error)\b:", line) and "elastic" not in line:
+            return f"rank {first}: {line[:300]}"
+    return f"rank {first} ended with exit code {failed[-1][1]}" if failed else "it said nothing"
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import subprocess
+from pathlib import Path
 from typing import Any
 
 from engine import device as devices
@@ -26,11 +28,29 @@ def describe(device: str) -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "system": f"{platform.system()} {platform.machine()}",
+        "code": _code(),
     }
+
+
+def _code() -> str:
+    """Return the commit that is measured, with + where files differ from it; unknown outside a repository."""
+    here = Path(__file__).parent
+    try:
+        commit = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], cwd=here, capture_output=True, text=True)
+        changes = subprocess.run(
+            ["git", "status", "--porcelain", "--", "../engine", "."], cwd=here, capture_output=True, text=True
+        )
+    except OSError:
+        return "unknown"
+    if commit.returncode != 0:
+        return "unknown"
+    changed = [line for line in changes.stdout.splitlines() if "/results/" not in line]
+    return commit.stdout.strip() + ("+" if changed else "")
 
 
 def summary(device: str) -> str:
     """Return the same in one line."""
     found = describe(device)
     versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
-    return f"{found['hardware']}, {found['cores']} cores, {found['memory_gib']} GiB, {found['system']}; {versions}"
+    hardware = f"{found['hardware']}, {found['cores']} cores, {found['memory_gib']} GiB, {found['system']}"
+    return f"{hardware}; {versions}; code {found['code']}"

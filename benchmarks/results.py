@@ -6,7 +6,7 @@ import json
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,10 @@ from engine.errors import EngineError, UsageError
 ENGINE = "engine"
 BOUNDS = {"alone": "bound: one process alone", "together": "bound: no communication"}
 NOTE = (
-    "slower: time over this engine's, above 1 is slower than it. This engine computes its gradient norm in every "
-    "step; peers are left as their users run them. Bounds: this engine's own step with all communication removed, one "
-    "process at a time (the slowest stage) and all at once. Memory: proportional set size, the most of any rank."
+    "time/engine: above 1 is slower than this engine. This engine computes its gradient norm in every step; peers are "
+    "left as their users run them. Bounds: this engine's own step with all communication removed, one process at a "
+    "time (the slowest stage) and all at once. Memory: the most that one rank held at any time of a step, on a CPU its "
+    "proportional set size, else the allocator's peak."
 )
 
 
@@ -77,24 +78,42 @@ def check_losses(system: str, losses: Sequence[float], wanted: Sequence[float], 
             )
 
 
-def table(case: Case) -> Table:
-    """Return a case as a table, a row for each system."""
-    work, base = case.work, case.systems[0].median
-    sizes = ", ".join(f"{name} {value}" for name, value in asdict(work.model).items() if name != "microbatches")
-    shown = Table(
-        title=f"{work.name}\n{sizes}; {work.microbatches} microbatches; {work.layout.world_size} processes",
-        title_style="bold",
-    )
-    for name in ("system", "median s", "min", "max", "tokens/s", "slower", "final loss", "memory MiB"):
+def table(cases: Sequence[Case]) -> Table:
+    """Return all cases as one table, a row for each system."""
+    shown = Table(title="One training step")
+    for name in ("system", "median s", "min", "max", "tokens/s", "time/engine", "final loss", "memory MiB"):
         shown.add_column(name, justify="left" if name == "system" else "right", no_wrap=True)
-    for each in case.systems:
-        bound = not each.losses
-        row = [BOUNDS.get(each.system, each.system)]
-        row += [f"{value:.4f}" for value in (each.median, min(each.seconds), max(each.seconds))]
-        row += [f"{work.tokens / each.median:,.0f}", f"{each.median / base:.2f}x"]
-        row += ["", ""] if bound else [f"{each.losses[-1]:.5f}", f"{each.memory_mib:,.0f}"]
-        shown.add_row(*row, style="dim" if bound else "bold" if each.system == ENGINE else None)
+    for case in cases:
+        work, base = case.work, case.systems[0].median
+        shown.add_section()
+        axes, _, model = work.name.partition(": ")
+        shown.add_row(f"{axes}\n{model}, {plural(work.layout.world_size, 'process')}", style="bold")
+        for each in case.systems:
+            bound = not each.losses
+            row = [f"  {BOUNDS.get(each.system, each.system)}"]
+            row += [f"{value:.4f}" for value in (each.median, min(each.seconds), max(each.seconds))]
+            row += ["" if bound else f"{work.tokens / each.median:,.0f}", f"{each.median / base:.2f}x"]
+            row += ["", ""] if bound else [f"{each.losses[-1]:.5f}", f"{each.memory_mib:,.0f}"]
+            shown.add_row(*row, style="dim" if bound else None)
     return shown
+
+
+def plural(number: int, word: str) -> str:
+    """Return `1 process`, `2 processes`."""
+    return f"{number} {word}{'' if number == 1 else 'es'}"
+
+
+def settings(cases: Sequence[Case]) -> str:
+    """Return what the cases' names leave out: sizes, ZeRO stage, schedule, microbatches, steps."""
+    lines = []
+    for case in cases:
+        work = case.work
+        sizes = ", ".join(f"{name} {value}" for name, value in asdict(work.model).items() if name != "microbatches")
+        lines.append(
+            f"{work.name}: {sizes}; {plural(work.microbatches, 'microbatch')}, engine: ZeRO {work.stage}, {work.schedule}; "
+            f"{len(case.systems[0].seconds)} steps timed"
+        )
+    return "\n".join(lines)
 
 
 def save(path: Path, cases: Sequence[Case], command: str) -> None:
@@ -107,40 +126,61 @@ def save(path: Path, cases: Sequence[Case], command: str) -> None:
     path.write_text(json.dumps(document, indent=1) + "\n")
 
 
-def read(path: Path) -> list[Case]:
-    """Read what `save` wrote. Raises UsageError for a file that is missing or something else."""
+def read(path: Path) -> tuple[str, list[Case]]:
+    """Read what `save` wrote: a line about date, hardware and versions, and the cases. Raises UsageError for a file
+    that is missing or something else.
+    """
     try:
         document = json.loads(path.read_text())
-        return [
+        meta = document["meta"]
+        line = f"{path}: {meta['date']}, {meta['hardware']}, {meta['versions']}, code {meta.get('code', 'unknown')}"
+        cases = [
             Case(Work.from_dict(case["work"]), [Measured(**each) for each in case["systems"]])
             for case in document["cases"]
         ]
+        for each in (system for case in cases for system in case.systems):
+            if not each.seconds or not all(isinstance(value, float) for value in (*each.seconds, *each.losses)):
+                raise ValueError(f"{each.system} has no list of seconds")
+        return line, cases
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(f"{path} is no result of this benchmark: {error!r}") from error
 
 
 def comparison(old: Sequence[Case], new: Sequence[Case]) -> Table:
-    """Return what changed since an older run, for the cases and systems of both.
+    """Return what changed since an older run.
 
     Ratios to this engine in their own run carry over between machines and days; seconds do not.
     """
-    shown = Table(title="Against the older run: median seconds, and time over this engine's in the same run")
-    columns = ("case", "system", "old s", "new s", "change", "old slower", "new slower")
+    shown = Table(title="Against the older run: median seconds, time over this engine's in the same run, memory in MiB")
+    columns = ("case", "system", "old s", "new s", "change", "old time/engine", "new", "old MiB", "new MiB")
     for number, name in enumerate(columns):
         shown.add_column(name, justify="left" if number < 2 else "right", no_wrap=True)
-    before = {case.work: case for case in old}
-    for case in new:
-        earlier = before.get(case.work)
-        for each in case.systems:
-            other = earlier.find(each.system) if earlier else None
-            if earlier is None or other is None:
-                shown.add_row(case.work.name, each.system, "-", f"{each.median:.4f}", "new", "", "")
-                continue
-            ratios = [at.median / of.systems[0].median for at, of in ((other, earlier), (each, case))]
-            change = f"{(each.median / other.median - 1) * 100:+.0f}%"
-            times = [f"{other.median:.4f}", f"{each.median:.4f}", change]
-            shown.add_row(case.work.name, each.system, *times, *(f"{ratio:.2f}x" for ratio in ratios))
+    pairs: dict[tuple[str, str], list[tuple[Measured, float] | None]] = {}
+    for side, cases in enumerate((old, new)):
+        for case in cases:
+            for each in case.systems:
+                both = pairs.setdefault((_identity(case.work), each.system), [None, None])
+                both[side] = (each, each.median / case.systems[0].median)
+    names = {_identity(case.work): case.work.name for case in (*old, *new)}
+    for (identity, system), (before, after) in pairs.items():
+        times, ratios, memory = zip(*(_figures(found) for found in (before, after)), strict=True)
+        change = "new" if before is None else "gone"
+        if before is not None and after is not None:
+            change = f"{(after[0].median / before[0].median - 1) * 100:+.0f}%"
+        shown.add_row(names[identity], system, *times, change, *ratios, *memory)
     return shown
+
+
+def _identity(work: Work) -> str:
+    """Return what makes two runs' cases the same work, however long they were measured."""
+    return repr(replace(work, steps=1, warm_up=1, limit=1.0))
+
+
+def _figures(found: tuple[Measured, float] | None) -> tuple[str, str, str]:
+    if found is None:
+        return "-", "-", "-"
+    each, ratio = found
+    return f"{each.median:.4f}", f"{ratio:.2f}x", f"{each.memory_mib:,.0f}" if each.losses else ""
 
 
 def plot(cases: Sequence[Case], path: Path) -> None:
@@ -171,7 +211,7 @@ def plot(cases: Sequence[Case], path: Path) -> None:
             bound = case.find(name)
             if bound is not None:
                 panel.axvline(bound.median, color="tab:red", linestyle=line, label=label)
-        panel.set_title(f"{case.work.name} ({case.work.layout.world_size} processes)")
+        panel.set_title(f"{case.work.name} ({plural(case.work.layout.world_size, 'process')})")
         panel.set_xlim(left=0)
         panel.set_xlabel("seconds of one training step: median, and the range of all steps")
     handles, labels = panels[0].get_legend_handles_labels()

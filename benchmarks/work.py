@@ -1,6 +1,6 @@
 """What a training benchmark does, as data: the model's sizes, the layout, and how both are spelt on a command line.
 
-Pure: no process group, no torch.
+Pure: no process group.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 
 from engine.errors import LayoutError, UsageError, did_you_mean
 from engine.layout import AXES, Layout
+from engine.pipeline.schedule import schedule_named
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Model:
     vocabulary: int = 4096
     """Token ids."""
     microbatches: int = 8
-    """Parts of a data rank's rows in a pipeline; no more than it has rows."""
+    """Parts of a data rank's rows in a pipeline; the next smaller number that divides the rows."""
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
@@ -74,6 +75,8 @@ class Work:
     """Seconds that one job may take."""
 
     def __post_init__(self) -> None:
+        if not 0 < self.limit < float("inf"):
+            raise UsageError(f"--limit {self.limit}: seconds above 0")
         for name in ("warm_up", "steps"):
             if getattr(self, name) < 1:
                 raise UsageError(f"--{name.replace('_', '-')} {getattr(self, name)}: at least 1")
@@ -81,6 +84,18 @@ class Work:
             raise LayoutError(
                 f"a batch of {self.model.batch} rows does not divide over data({self.layout.data}): "
                 f"choose --model batch= a multiple of {self.layout.data}"
+            )
+        schedule_named(self.schedule)
+        sizes, tensor = self.model, self.layout.tensor
+        if sizes.heads % tensor or sizes.vocabulary % tensor:
+            raise LayoutError(
+                f"heads={sizes.heads} and vocabulary={sizes.vocabulary} must divide over tensor({tensor}): "
+                f"choose others with --model"
+            )
+        if sizes.layers % self.layout.pipeline:
+            raise LayoutError(
+                f"{sizes.layers} layers do not divide over pipeline({self.layout.pipeline}), as the peers cut them: "
+                f"choose --model layers= a multiple of {self.layout.pipeline}"
             )
         if self.rows % self.microbatches:
             raise LayoutError(
@@ -98,7 +113,9 @@ class Work:
         """Equal parts of a data rank's rows."""
         if self.accumulation is not None:
             return self.accumulation
-        return min(self.model.microbatches, self.rows) if self.layout.pipeline > 1 else 1
+        if self.layout.pipeline == 1:
+            return 1
+        return next(n for n in range(min(self.model.microbatches, self.rows), 0, -1) if self.rows % n == 0)
 
     @property
     def tokens(self) -> int:

@@ -10,7 +10,9 @@ import ctypes
 import gc
 import json
 import os
+import statistics
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,6 +29,7 @@ from benchmarks.peers.gpt import ADAMW, gpt
 from benchmarks.silence import silenced
 from benchmarks.work import Work
 from engine import device as devices
+from engine.errors import UsageError
 from examples.gpt.model import GPTConfig, gpt_layers, next_token_loss
 
 ENGINE = "engine"
@@ -43,7 +46,7 @@ def main(system: str, work: Work, out: Path) -> None:
     device = devices.select(work.device, int(os.environ.get("LOCAL_RANK", 0)))
     devices.activate(device)
     with _default_group(device):
-        result = measure(work, load(find_peer(system, work.layout).build)(work, device), device)
+        result = measure(work, load(find_peer(system, work).build)(work, device), device)
         _write(result, out)
         # A peer whose objects keep the group past its end would abort the process.
         trim()
@@ -76,24 +79,32 @@ def engine_step(work: Work, mesh: engine.Mesh) -> Step:
 def measure(work: Work, step: Step, device: torch.device) -> dict[str, Any]:
     """Run the warm-up and the timed steps. Returns the seconds of each timed step (the slowest rank's), the losses of
     all steps, and the most memory that one rank held, in MiB.
+
+    Memory is sampled during one more step, which is not timed: reading it stops the process for a moment.
     """
-    trim()  # what was only needed to build
+    trim()
+    devices.reset_peak_memory(device)
     seconds, losses, memory = [], [], 0.0
     for ids in batches(work, work.warm_up + work.steps):
         own, loss = _timed(step, ids.to(device), device)
         every = _gather((own, None if loss is None else float(loss), memory_mib(device)))
         seconds.append(max(each[0] for each in every))
         found = [each[1] for each in every if each[1] is not None]
+        if not found:
+            raise UsageError("no rank's step returned a loss")
         losses.append(sum(found) / len(found))
         memory = max(memory, *(each[2] for each in every))
+    with _sampling(device) as samples:
+        _timed(step, next(batches(work, 1)).to(device), device)
+    memory = max(memory, *(each for each in _gather(max(samples))))
     return {"seconds": seconds[work.warm_up :], "losses": losses, "memory_mib": memory}
 
 
 def bounds(work: Work, step: Step, mesh: engine.Mesh) -> dict[str, list[float]]:
     """Time this engine's step without communication, after `measure`.
 
-    alone: one process at a time does its share, the others asleep; of the pipeline's stages the slowest. together: all
-    processes at once.
+    alone: one process at a time does its share, the others asleep; of the pipeline's stages the one with the largest
+    median. together: all processes at once.
     """
     every = list(batches(work, work.warm_up + work.steps))
     here = mesh.coordinate
@@ -110,14 +121,19 @@ def bounds(work: Work, step: Step, mesh: engine.Mesh) -> dict[str, list[float]]:
         with silenced(mesh):
             own_seconds = _timed(step, ids.to(mesh.device), mesh.device, meet=False)[0]
         together.append(max(_gather(own_seconds)))
-    return {"alone": [max(times) for times in zip(*alone, strict=True)], "together": together[work.warm_up :]}
+    return {"alone": max(alone, key=statistics.median), "together": together[work.warm_up :]}
 
 
 def batches(work: Work, steps: int) -> Iterator[Tensor]:
-    """Yield the same global batches in every job: ids (batch, sequence + 1)."""
+    """Yield the same global batches in every job: ids (batch, sequence + 1).
+
+    Two batches in turn, so that the loss falls: a system that trains a part of the model wrongly then shows it.
+    """
     generator = torch.Generator().manual_seed(work.seed + 1)
-    for _ in range(steps):
-        yield torch.randint(work.model.vocabulary, (work.model.batch, work.model.sequence + 1), generator=generator)
+    shape = (work.model.batch, work.model.sequence + 1)
+    two = [torch.randint(work.model.vocabulary, shape, generator=generator) for _ in range(2)]
+    for number in range(steps):
+        yield two[number % 2]
 
 
 def memory_mib(device: torch.device) -> float:
@@ -127,6 +143,25 @@ def memory_mib(device: torch.device) -> float:
     if device.type != "cpu":
         return devices.peak_memory_mib(device)
     return proportional_set_size(Path("/proc/self/smaps_rollup").read_text()) / 2**20
+
+
+@contextmanager
+def _sampling(device: torch.device) -> Iterator[list[float]]:
+    """Read the memory all through the block, on a thread of its own."""
+    samples = [memory_mib(device)]
+    done = threading.Event()
+
+    def sample() -> None:
+        while not done.wait(0.002):
+            samples.append(memory_mib(device))
+
+    thread = threading.Thread(target=sample)
+    thread.start()
+    try:
+        yield samples
+    finally:
+        done.set()
+        thread.join()
 
 
 def proportional_set_size(rollup: str) -> int:

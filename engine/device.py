@@ -121,6 +121,12 @@ def peak_memory_mib(device: torch.device) -> float:
     return peak / 2**20 if sys.platform == "darwin" else peak / 2**10
 
 
+def reset_peak_memory(device: torch.device) -> None:
+    """Let an accelerator's `peak_memory_mib` count from here on; a CPU's cannot be reset."""
+    if device.type != "cpu":
+        _module(device.type).reset_peak_memory_stats(device)
+
+
 def describe(device: torch.device) -> str:
     """Return what the hardware calls itself: an accelerator's name, else the processor's."""
     if device.type != "cpu":

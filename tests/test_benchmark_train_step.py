@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from benchmarks import peers, results
-from benchmarks.job import first_error
+from benchmarks.job import JobError, cause, run_job
 from benchmarks.results import Case, LossError, Measured, check_losses
 from benchmarks.train_step import main
 from benchmarks.work import MODELS, Model, Work, parse_layout, parse_model, standard_set
@@ -70,7 +70,7 @@ def test_the_standard_set_covers_the_layouts_and_peers_can_do_them() -> None:
         (1, 1, 2, "default"), (1, 2, 1, "default"), (1, 4, 1, "default"), (2, 2, 2, "default"),
     ]  # fmt: skip
     for work, names in standard_set():
-        assert [peers.find_peer(name, work.layout) for name in names]
+        assert [peers.find_peer(name, work) for name in names]
         assert Work.from_dict(json.loads(json.dumps(work.to_dict()))) == work
 
 
@@ -89,11 +89,23 @@ def test_pss_is_read_in_bytes() -> None:
     assert proportional_set_size(rollup) == 1536 * 1024
 
 
-def test_the_first_error_of_a_log_is_the_one_of_a_rank() -> None:
-    log = "W1130 note\n[rank1]: Traceback (most recent call last):\n[rank1]: ValueError: too small\n"
-    log += "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: \nRoot Cause\n exitcode  : 1 (pid: 7)\n"
-    assert first_error(log) == "ValueError: too small"
-    assert first_error("...Root Cause (first observed):\n  exitcode  : -9 (pid: 7)\n") == "exitcode  : -9 (pid: 7)"
+def failure(rank: int, code: int) -> str:
+    return f"  time      : now\n  rank      : {rank} (local_rank: {rank})\n  exitcode  : {code} (pid: 7)\n"
+
+
+def test_the_cause_is_what_the_rank_that_failed_first_says() -> None:
+    log = "[rank0]: RuntimeError: connection closed by peer\n[rank1]: Traceback:\n[rank1]: ValueError: too small\n"
+    log += "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: \nFailures:\n[1]:\n"
+    log += failure(0, 1) + "Root Cause (first observed failure):\n[0]:\n" + failure(1, 1)
+    assert cause(log) == "rank 1: ValueError: too small"
+
+
+def test_a_killed_rank_is_the_cause_whatever_the_others_say_and_torchrun_ended() -> None:
+    log = "[rank0]: RuntimeError: connection closed by peer\nFailures:\n[1]:\n" + failure(1, -9) + failure(2, -15)
+    log += "Root Cause (first observed failure):\n[0]:\n" + failure(0, 1)
+    assert cause(log) == "rank 1 was ended by signal 9 (SIGKILL)"
+    assert cause("Root Cause (first observed failure):\n[0]:\n" + failure(1, 7)) == "rank 1 ended with exit code 7"
+    assert cause("nothing") == "it said nothing"
 
 
 def test_engine_and_plain_model_are_the_same_function() -> None:
@@ -105,21 +117,29 @@ def test_engine_and_plain_model_are_the_same_function() -> None:
         torch.testing.assert_close(ours(ids).float(), plain(ids), rtol=1e-6, atol=0)
 
 
-def test_comparison_shows_seconds_and_ratios() -> None:
-    work = Work(Layout(data=2), parse_model(TINY))
-    old = [Case(work, [Measured("engine", [2.0], [1.0]), Measured("ddp", [3.0], [1.0])])]
-    new = [
-        Case(work, [Measured("engine", [1.0], [1.0]), Measured("ddp", [3.0], [1.0]), Measured("fsdp2", [2.0], [1.0])])
+def test_comparison_shows_seconds_ratios_and_what_came_and_went() -> None:
+    old = [
+        Case(
+            Work(Layout(data=2), parse_model(TINY), steps=9),
+            [Measured("engine", [2.0], [1.0], 10), Measured("ddp", [3.0], [1.0], 7)],
+        )
     ]
-    table = results.comparison(old, new)
-    columns = [list(column.cells) for column in table.columns]
+    new = [
+        Case(
+            Work(Layout(data=2), parse_model(TINY)),
+            [Measured("engine", [1.0], [1.0], 20), Measured("fsdp2", [2.0], [1.0], 5)],
+        )
+    ]
+    columns = [list(column.cells) for column in results.comparison(old, new).columns]
     assert columns[1:] == [
         ["engine", "ddp", "fsdp2"],
         ["2.0000", "3.0000", "-"],
-        ["1.0000", "3.0000", "2.0000"],
-        ["-50%", "+0%", "new"],
-        ["1.00x", "1.50x", ""],
-        ["1.00x", "3.00x", ""],
+        ["1.0000", "-", "2.0000"],
+        ["-50%", "gone", "new"],
+        ["1.00x", "1.50x", "-"],
+        ["1.00x", "-", "2.00x"],
+        ["10", "7", "-"],
+        ["20", "-", "5"],
     ]
 
 
@@ -138,6 +158,7 @@ def test_a_run_writes_tables_numbers_and_a_picture(tmp_path: Path, capfd: pytest
     assert {"date", "command", "versions", "hardware", "cores"} <= document["meta"].keys()
     systems = {each["system"]: each for each in document["cases"][0]["systems"]}
     assert [len(each["seconds"]) for each in systems.values()] == [2] * 7
+    assert all(each["losses"][-1] < each["losses"][0] for each in systems.values() if each["losses"])
     assert all(each["memory_mib"] > 50 for each in systems.values() if each["losses"])
     assert main([*command[:4], *SMALL_RUN, "--compare", str(json_file)]) == 0
     assert "Against the older run" in capfd.readouterr().out
@@ -149,29 +170,30 @@ def test_peers_of_the_other_axes_do_the_same_work(layout: str, peer: str) -> Non
 
 
 @pytest.mark.parametrize(
-    ("peer", "limit", "text"),
+    ("peer", "text"),
     [
-        (
-            "crash",
-            "100",
-            "error: tests.bench_peers:crash failed with exit code 1: RuntimeError: the planted crash of rank 1",
-        ),
-        (
-            "other_loss",
-            "100",
-            "error: tests.bench_peers:other_loss does other work than this engine: its loss of step 1 is",
-        ),
-        ("hang", "8", "error: tests.bench_peers:hang ran past its limit of 8 s"),
+        ("crash", "crash failed: rank 1: RuntimeError: the planted crash of rank 1"),
+        ("killed", "killed failed: rank 1 was ended by signal 9 (SIGKILL)"),
+        ("other_loss", "other_loss does other work than this engine: its loss of step 1 is"),
+        ("no_all_reduce", "no_all_reduce does other work than this engine: its loss of step 2 is"),
+        ("half_gradients", "half_gradients does other work than this engine: its loss of step"),
+        ("untrained_norms", "untrained_norms does other work than this engine: its loss of step"),
     ],
 )
 def test_a_broken_peer_makes_the_run_fail(
-    peer: str, limit: str, text: str, capfd: pytest.CaptureFixture[str], tmp_path: Path
+    peer: str, text: str, capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     json_file = tmp_path / "run.json"
     command = ["--layout", "data=2", "--peers", f"tests.bench_peers:{peer}", *SMALL_RUN, "--json", str(json_file)]
-    assert main([*command, "--limit", limit]) == 1
-    assert text in capfd.readouterr().err
+    assert main(command) == 1
+    assert f"error: tests.bench_peers:{text}" in capfd.readouterr().err
     assert not json_file.exists()
+
+
+def test_a_job_that_hangs_ends_at_its_limit(tmp_path: Path) -> None:
+    work = Work(Layout(data=2), parse_model(TINY), limit=6)
+    with pytest.raises(JobError, match=r"tests.bench_peers:hang ran past its limit of 6 s \(--limit\)"):
+        run_job("tests.bench_peers:hang", work, 2, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -184,6 +206,16 @@ def test_a_broken_peer_makes_the_run_fail(
         (["--layout", "data=2", "--peers", "no_such_package:build"], "the package no_such_package is not installed"),
         (["--layout", "data=2", "--compare", "/no/such/file"], "error: /no/such/file is no result of this benchmark"),
         (["--layout", "data=2", "--rounds", "0"], "error: --rounds 0: at least 1"),
+        (["--layout", "data=1", "--peers", "ddp"], "error: peer ddp needs more than one process"),
+        (["--layout", "data=2", "--schedule", "1b1f"], "error: schedule='1b1f'"),
+        (["--layout", "data=2", "--limit", "nan"], "error: --limit nan: seconds above 0"),
+        (["--layout", "data=2", "--plot", "x.svg"], "end the name in .png"),
+        (["--layout", "data=2", "--peers", "tests.bench_peers:nothing"], "cannot be loaded: module"),
+        (["--layout", "pipeline=2", "--accumulation", "1", "--peers", "torch_1f1b"], "microbatches as stages, 1 < 2"),
+        (["--layout", "tensor=3"], "must divide over tensor(3)"),
+        (["--layout", "pipeline=3"], "4 layers do not divide over pipeline(3)"),
+        (["--layout", "data=2", "--json", "/proc/no/such"], "error: /proc/no/such cannot be written"),
+        (["--standard", "--layout", "data=2", "--stage", "1"], "leave out --layout, --stage"),
     ],
 )
 def test_a_wrong_command_ends_before_anything_runs(

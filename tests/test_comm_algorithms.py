@@ -83,12 +83,12 @@ def compare_all(mesh: engine.Mesh, dtype: torch.dtype, counts: list[int]) -> lis
 
 @pytest.mark.parametrize("size", SIZES)
 def test_every_algorithm_gives_the_plain_answer(world: World, size: int) -> None:
-    assert sum(world.run(Layout(data=size), compare_all, torch.float64, [0, 1, 5, 64]), []) == []
+    assert not any(world.run(Layout(data=size), compare_all, torch.float64, [0, 1, 5, 64]))
 
 
 @pytest.mark.parametrize("dtype", sorted(reducible(CPU), key=str), ids=str)
 def test_every_dtype_that_gloo_sums(world: World, dtype: torch.dtype) -> None:
-    assert sum(world.run(Layout(data=3), compare_all, dtype, [4]), []) == []
+    assert not any(world.run(Layout(data=3), compare_all, dtype, [4]))
 
 
 def on_hosts(rank: int, size: int, store: str, hosts: list[str]) -> Any:

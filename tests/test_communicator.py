@@ -618,7 +618,7 @@ class Pending:
     def all_gather(self, out: Tensor, x: Tensor) -> list[Any]:
         return self.take(out, x)
 
-    def exchange(self, sends: Any, receives: Any, tag: int = 0) -> list[Any]:
+    def exchange(self, sends: Any, receives: Any, tag: int = 0) -> list[Any]:  # noqa: ARG002
         return self.take(*(x for x, _ in (*sends, *receives)))
 
     def wait(self, works: list[Any]) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from benchmarks.work import Work
 from engine.errors import UsageError, did_you_mean
-from engine.layout import AXES, Layout
+from engine.layout import AXES
 
 Step = Callable[[Tensor], Tensor | None]
 Build = Callable[[Work, torch.device], Step]
@@ -55,11 +55,12 @@ PEERS = {
 }
 
 
-def find_peer(name: str, layout: Layout) -> Peer:
+def find_peer(name: str, work: Work) -> Peer:
     """Return the system called `name`, or `module:function`.
 
-    Raises UsageError when it is unknown, not installed, or does not split the axes of `layout`.
+    Raises UsageError when it is unknown or cannot do this work.
     """
+    layout = work.layout
     if ":" in name:
         return Peer(name, AXES, needs=name.split(".", maxsplit=1)[0].split(":", maxsplit=1)[0])
     if name not in PEERS:
@@ -72,16 +73,28 @@ def find_peer(name: str, layout: Layout) -> Peer:
             raise UsageError(
                 f"peer {name} splits {' and '.join(peer.axes)} only, so it cannot do the work of {layout}: leave it out"
             )
+    if layout.world_size == 1 and not peer.alone:
+        raise UsageError(f"peer {name} needs more than one process, {layout} is one: leave it out, or take plain")
     if name == "torch_3d" and layout.pipeline == 1:
         raise UsageError(f"peer torch_3d needs a pipeline axis above 1, not {layout}: leave it out")
+    if "pipeline" in peer.axes and not peer.alone and work.microbatches < layout.pipeline:
+        raise UsageError(
+            f"peer {name} needs at least as many microbatches as stages, {work.microbatches} < {layout.pipeline}: "
+            f"raise --accumulation, or leave it out"
+        )
     return peer
 
 
 def check_installed(name: str, peer: Peer) -> None:
-    """Raise UsageError when the package that the peer needs is absent."""
+    """Raise UsageError when the package that the peer needs is absent, or a `module:function` is not there."""
     if importlib.util.find_spec(peer.needs) is None:
         hint = ": run `make peers`" if name in PEERS else ""
         raise UsageError(f"peer {name} was asked for, but the package {peer.needs} is not installed{hint}")
+    if name not in PEERS:
+        try:
+            load(name)
+        except (ImportError, AttributeError) as error:
+            raise UsageError(f"peer {name} cannot be loaded: {error}") from error
 
 
 def load(build: str) -> Build:

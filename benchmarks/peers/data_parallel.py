@@ -108,6 +108,7 @@ def deepspeed_zero2(work: Work, device: torch.device) -> Step:
         "gradient_accumulation_steps": work.microbatches,
         "zero_optimization": {"stage": 2, "overlap_comm": device.type != "cpu"},
         "zero_allow_untested_optimizer": True,
+        "gradient_clipping": 0.0,
     }
     trainer, *_ = deepspeed.initialize(model=model, optimizer=adamw(model.parameters()), config=config)
 
