@@ -35,7 +35,7 @@ ALONE = ("--layout.data=1", "--layout.pipeline=1", "--layout.tensor=1")
 TENSOR_2 = ("--layout.data=1", "--layout.pipeline=1", "--layout.tensor=2")
 SUMMARY = {
     *("layout", "world_size", "parameters", "steps", "loss_first", "loss_last", "valid_loss"),
-    *("tokens_per_second", "seconds", "peak_memory_mib"),
+    *("tokens_per_second", "seconds", "peak_memory_mib", "comm_bytes_per_step"),
 }
 
 
@@ -137,6 +137,9 @@ def test_training_over_eight_ranks(tmp_path: Path, text: str) -> None:
     assert summary["tokens_per_second"] > 0
     assert 0 < summary["seconds"] < 120
     assert 50 < summary["peak_memory_mib"] < 5000
+    assert {axis: count > 0 for axis, count in summary["comm_bytes_per_step"].items()} == dict.fromkeys(
+        ("data", "pipeline", "tensor", "world"), True
+    )
 
     metrics = metrics_of(run)
     assert [line["step"] for line in metrics] == list(range(1, 21))

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 
-from engine.device import reducible
 from engine.errors import DtypeError, LayoutError, UsageError, did_you_mean
 
 OPS = ("sum", "mean", "max", "min", "prod")
@@ -20,37 +20,51 @@ OPS = ("sum", "mean", "max", "min", "prod")
 def check_tensors(label: object, reads: Sequence[Tensor], writes: Sequence[Tensor], device: torch.device) -> None:
     """Refuse what is no tensor, lies on another kind of device, is not strided, or would lose its gradient.
 
-    Refuse also to write where several elements share memory.
+    Refuse also to write where several elements share memory. In one condition each, since every call pays for it.
     """
-    for x in (*reads, *writes):
-        if not isinstance(x, Tensor):
-            raise UsageError(f"{label}: expected a tensor, got {type(x).__name__}")
-        if x.device.type != device.type:
-            raise UsageError(
-                f"{label}: the tensor {shape_of(x)} lies on {x.device}, the group on {device}: "
-                f"move it with .to({str(device)!r})"
-            )
-        if x.layout is not torch.strided:
-            raise UsageError(f"{label}: {x.layout} tensors are not carried: call to_dense() first")
-        if x.requires_grad and torch.is_grad_enabled():
-            raise UsageError(
-                f"{label}: the tensor {shape_of(x)} takes part in a gradient, which this call would lose: "
-                f"use engine.comm.autograd, or detach() it"
-            )
+    kind = device.type
+    for xs in (reads, writes):
+        for x in xs:
+            if (
+                not isinstance(x, Tensor)
+                or x.device.type != kind
+                or x.layout is not torch.strided
+                or (x.requires_grad and torch.is_grad_enabled())
+            ):
+                _refuse(label, x, device)
     for x in writes:
-        if any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape, strict=True)):
+        if not x.is_contiguous() and any(t == 0 and n > 1 for t, n in zip(x.stride(), x.shape, strict=True)):
             raise UsageError(
                 f"{label}: elements of the tensor {shape_of(x)} with strides {x.stride()} share memory, so it cannot "
                 f"be written to: clone() it first"
             )
 
 
-def check_reduction(label: object, x: Tensor, op: str, device: torch.device) -> None:
-    """Refuse an unknown op, a dtype that the backend of `device` does not reduce, and ops that a dtype has not."""
+def _refuse(label: object, x: Tensor, device: torch.device) -> NoReturn:
+    """Raise the error of `check_tensors` for `x`."""
+    if not isinstance(x, Tensor):
+        raise UsageError(f"{label}: expected a tensor, got {type(x).__name__}")
+    if x.device.type != device.type:
+        raise UsageError(
+            f"{label}: the tensor {shape_of(x)} lies on {x.device}, the group on {device}: "
+            f"move it with .to({str(device)!r})"
+        )
+    if x.layout is not torch.strided:
+        raise UsageError(f"{label}: {x.layout} tensors are not carried: call to_dense() first")
+    raise UsageError(
+        f"{label}: the tensor {shape_of(x)} takes part in a gradient, which this call would lose: "
+        f"use engine.comm.autograd, or detach() it"
+    )
+
+
+def check_reduction(label: object, x: Tensor, op: str, device: torch.device, dtypes: frozenset[torch.dtype]) -> None:
+    """Refuse an unknown op, a dtype that is none of `dtypes`, which the backend of `device` reduces, and ops that a
+    dtype has not.
+    """
     if op not in OPS:
         raise UsageError(f"{label}: unknown op {op!r}{did_you_mean(op, OPS)}: choose {', '.join(OPS)}")
-    if x.dtype not in reducible(device):
-        names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in reducible(device)))
+    if x.dtype not in dtypes:
+        names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
         raise DtypeError(f"{label}: the backend of {device} does not reduce {x.dtype}: use one of {names}")
     if op == "mean" and not (x.is_floating_point() or x.is_complex()):
         raise DtypeError(f"{label}: the mean of {x.dtype} is no {x.dtype}: use sum, or a floating dtype")
@@ -107,6 +121,13 @@ def plain(x: Tensor) -> Tensor:
     if x.is_contiguous() and not x.is_conj() and not x.is_neg():
         return x
     return x.resolve_conj().resolve_neg().contiguous()
+
+
+def flat(x: Tensor) -> Tensor:
+    """Return contiguous `x` as a vector over the same memory. The stride of a single element may be anything, and then
+    keeps it from being viewed as bytes.
+    """
+    return x.view(-1) if x.numel() != 1 else x.as_strided((1,), (1,))
 
 
 def mark_changed(x: Tensor) -> None:

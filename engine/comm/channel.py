@@ -23,7 +23,7 @@ from engine.comm.ledger import Ledger, payload_bytes, wire_bytes
 from engine.comm.monitor import Monitor
 from engine.comm.transport import TorchTransport, Works
 from engine.comm.work import Work
-from engine.device import backend
+from engine.device import backend, reducible
 from engine.errors import CommunicationError, EngineError, UsageError, did_you_mean
 
 _R = TypeVar("_R")
@@ -69,6 +69,7 @@ class Channel:
         self._label = where.replace("{", "{{").replace("}", "}}") + f": {{}} on axis {name!r}"
         self._transport = transport
         self._messenger = None if transport is None else Messenger(transport)
+        self._reducible = reducible(device)
         self._planned = planned
         self._closed = False
         instruments = instruments or Instruments()
@@ -102,9 +103,10 @@ class Channel:
     ) -> Call:
         """Return the record of a call on `x`, after checking the tensors and the reduction."""
         call = Call(self._label, name, x, op, peer)
-        check_tensors(call, (x,), writes, self.device)
+        in_place = len(writes) == 1 and writes[0] is x
+        check_tensors(call, () if in_place else (x,), writes, self.device)
         if op is not None:
-            check_reduction(call, x, op, self.device)
+            check_reduction(call, x, op, self.device, self._reducible)
         return call
 
     def _check_tensors(self, call: Call, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
@@ -113,11 +115,15 @@ class Channel:
     def _choose(self, call: Call, nbytes: int, algorithm: str | None) -> str:
         """Return the algorithm of a call, the one that was asked for or the one that the table names."""
         if algorithm is None:
-            algorithm = next(name for limit, name in self._thresholds[call.name] if nbytes <= limit)
+            for limit, name in self._thresholds[call.name]:
+                if nbytes <= limit:
+                    algorithm = name
+                    break
         elif algorithm not in algorithms_of(call.name):
             known = algorithms_of(call.name)
             hint = did_you_mean(algorithm, known)
             raise UsageError(f"{call}: unknown algorithm {algorithm!r}{hint}: choose {', '.join(known)}")
+        assert algorithm is not None  # the last threshold is for any size
         call.algorithm = algorithm
         return algorithm
 

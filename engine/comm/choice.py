@@ -11,7 +11,7 @@ rows of its own size and number of hosts; where there are none, the built-in rul
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -76,7 +76,7 @@ def read_choice(path: str | Path, forced: str | None = None) -> Choice:
     try:
         document = json.loads(Path(path).read_text())
         version = document["version"]
-        rows = [_row(each) for each in document["rows"]] if version == VERSION else []
+        table = _table(document["rows"]) if version == VERSION else {}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(
             f"tuning file {path} cannot be used: {error!r}: make it anew with "
@@ -87,10 +87,7 @@ def read_choice(path: str | Path, forced: str | None = None) -> Choice:
             f"tuning file {path} is of version {version!r}, this engine reads {VERSION}: make it anew with "
             f"`python -m benchmarks.collectives --tune --out {path}`, or leave it out to take the built-in rules"
         )
-    table: dict[Key, list[tuple[float, str]]] = {}
-    for key, threshold in rows:
-        table.setdefault(key, []).append(threshold)
-    return Choice({key: tuple(sorted(found)) for key, found in table.items()}, forced)
+    return Choice(table, forced)
 
 
 def write_choice(path: str | Path, table: Mapping[Key, Thresholds], meta: Mapping[str, Any]) -> None:
@@ -101,6 +98,17 @@ def write_choice(path: str | Path, table: Mapping[Key, Thresholds], meta: Mappin
         for limit, name in thresholds
     ]
     Path(path).write_text(json.dumps({"version": VERSION, "meta": dict(meta), "rows": rows}, indent=1) + "\n")
+
+
+def _table(rows: Sequence[Mapping[str, Any]]) -> dict[Key, Thresholds]:
+    found: dict[Key, list[tuple[float, str]]] = {}
+    for key, threshold in map(_row, rows):
+        found.setdefault(key, []).append(threshold)
+    for key, thresholds in found.items():
+        thresholds.sort()
+        if thresholds[-1][0] != _ANY:
+            raise ValueError(f"no row of {key} holds for any size (up_to: null)")
+    return {key: tuple(thresholds) for key, thresholds in found.items()}
 
 
 def _row(row: Mapping[str, Any]) -> tuple[Key, tuple[float, str]]:

@@ -22,6 +22,7 @@ from engine.comm.arguments import (
     average,
     check_dim,
     check_peer,
+    flat,
     mark_changed,
     on_the_wire,
     overlap,
@@ -104,11 +105,11 @@ class Communicator(Messages):
         if wire_dtype is not None:
             self._check_wire(call, wire_dtype, algorithm)
             return self._in_place(
-                call, async_op, lambda _, flat, __: self._compressed(flat, wire_dtype, flat, share=True)
+                call, async_op, lambda _, wire, __: self._compressed(flat(wire), wire_dtype, flat(wire), share=True)
             )
         if self.size > 1 and self._choose(call, x.numel() * x.element_size(), algorithm) != "native":
-            return self._in_place(call, async_op, lambda _, flat, wire_op: self._planned_run(call, flat, wire_op))
-        return self._in_place(call, async_op, lambda t, flat, wire_op: t.all_reduce(flat, wire_op))
+            return self._in_place(call, async_op, lambda _, wire, wire_op: self._planned_run(call, flat(wire), wire_op))
+        return self._in_place(call, async_op, lambda t, wire, wire_op: t.all_reduce(wire, wire_op))
 
     @overload
     def broadcast(
@@ -127,7 +128,7 @@ class Communicator(Messages):
         native = self._choose(call, x.numel() * x.element_size(), algorithm) == "native"
         return self._run(
             call,
-            lambda t: t.broadcast(buffer, src) if native else self._planned_run(call, buffer.view(-1), "sum"),
+            lambda t: t.broadcast(buffer, src) if native else self._planned_run(call, flat(buffer), "sum"),
             lambda: x if buffer is x or self.rank == src else write(x, buffer),
             (x, buffer),
             async_op,
@@ -148,7 +149,7 @@ class Communicator(Messages):
         call = self._call("reduce", x, (x,), op, dst)
         check_peer(call, dst, self.size, "dst")
         if self.size > 1 and self._choose(call, x.numel() * x.element_size(), algorithm) != "native":
-            return self._in_place(call, async_op, lambda _, flat, wire_op: self._planned_run(call, flat, wire_op))
+            return self._in_place(call, async_op, lambda _, wire, wire_op: self._planned_run(call, flat(wire), wire_op))
         return self._in_place(call, async_op, lambda t, buffer, wire_op: t.reduce(buffer, dst, wire_op))
 
     # ---- into another tensor ---------------------------------------------------------------------------------------
@@ -212,7 +213,7 @@ class Communicator(Messages):
 
         def start(t: TorchTransport) -> Works:
             if wire_dtype is not None:
-                return self._compressed(wire.view(-1), wire_dtype, into.view(-1), share=False)
+                return self._compressed(flat(wire), wire_dtype, flat(into), share=False)
             return t.reduce_scatter(into, wire, wire_op) if native else self._scatter(call, wire, into, wire_op)
 
         def finish() -> Tensor:
@@ -360,7 +361,7 @@ class Communicator(Messages):
     def _in_place(
         self, call: Call, async_op: bool, start: Callable[[TorchTransport, Tensor, str], Works]
     ) -> Tensor | Work:
-        """Run a reduction of the call's tensor in place. `start` gets it as a flat vector, and the op on the wire."""
+        """Run a reduction of the call's tensor in place. `start` gets contiguous memory, and the op on the wire."""
         x, op = call.x, call.op
         assert x is not None
         assert op is not None
@@ -374,7 +375,6 @@ class Communicator(Messages):
         elif buffer is x:
             buffer = x.clone()
         wire, wire_op = on_the_wire(buffer, op)
-        flat = wire.view(-1)
 
         def finish() -> Tensor:
             if not receives:
@@ -382,39 +382,39 @@ class Communicator(Messages):
             average(buffer, op, self.size)
             return x if buffer is x else write(x, buffer)
 
-        return self._run(call, lambda t: start(t, flat, wire_op), finish, (x, buffer, flat), async_op)
+        return self._run(call, lambda t: start(t, wire, wire_op), finish, (x, buffer, wire), async_op)
 
-    def _planned_run(self, call: Call, flat: Tensor, op: str) -> Works:
+    def _planned_run(self, call: Call, vector: Tensor, op: str) -> Works:
         """Start the call's plan over the flat vector that it changes."""
-        plan = self._plan(call, flat.numel())
-        return self._running(plan, lambda start, stop: flat[start:stop], op, flat)
+        plan = self._plan(call, vector.numel())
+        return self._running(plan, lambda start, stop: vector[start:stop], op, vector)
 
     def _scatter(self, call: Call, wire: Tensor, into: Tensor, op: str) -> Works:
         """Start a reduce-scatter by plan: the own block lies in `into`, the others are read where they are unless the
         plan uses them for partial sums.
         """
-        flat, own = wire.view(-1), into.view(-1)
-        plan = self._plan(call, flat.numel())
-        first, last = block(flat.numel(), self.size, self.rank)
-        if own.data_ptr() != flat[first:last].data_ptr():
-            write(own, flat[first:last])
+        vector, own = flat(wire), flat(into)
+        plan = self._plan(call, vector.numel())
+        first, last = block(vector.numel(), self.size, self.rank)
+        if own.data_ptr() != vector[first:last].data_ptr():
+            write(own, vector[first:last])
         if not writes_only(plan, first, last):
-            flat = flat.clone()
+            vector = vector.clone()
 
         def at(start: int, stop: int) -> Tensor:
             inside = first <= start and stop <= last
-            return own[start - first : stop - first] if inside else flat[start:stop]
+            return own[start - first : stop - first] if inside else vector[start:stop]
 
         return self._running(plan, at, op, own)
 
     def _gather(self, call: Call, wire: Tensor, target: Tensor) -> Works:
         """Start an all-gather by plan, over the result."""
-        flat = target.view(-1)
-        first, last = block(flat.numel(), self.size, self.rank)
-        own = flat[first:last]
+        vector = flat(target)
+        first, last = block(vector.numel(), self.size, self.rank)
+        own = vector[first:last]
         if own.data_ptr() != wire.data_ptr():
-            write(own, wire.view(-1))
-        return self._planned_run(call, flat, "sum")
+            write(own, flat(wire))
+        return self._planned_run(call, vector, "sum")
 
     def _check_wire(self, call: Call, wire: torch.dtype, algorithm: str | None) -> None:
         assert call.x is not None

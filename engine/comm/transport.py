@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from engine.comm.arguments import flat
+
 # torch 2.13 renamed the two; 2.7 has only the old names.
 _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -34,7 +36,7 @@ Works = list[Any]
 
 def _bytes(x: Tensor) -> Tensor:
     """Return a view of contiguous `x` in a dtype that every backend moves."""
-    return x if x.dtype in _MOVABLE else x.reshape(-1).view(torch.uint8)
+    return x if x.dtype in _MOVABLE else flat(x).view(torch.uint8)
 
 
 class TorchTransport:

@@ -64,6 +64,8 @@ class Summary:
     """From the opened mesh to the last evaluation."""
     peak_memory_mib: float
     """Most memory that one rank has held."""
+    comm_bytes_per_step: dict[str, int]
+    """Bytes that all ranks together sent in the last step, by axis; `world` is the loss and the gradient norm."""
 
 
 class Progress:
@@ -156,6 +158,7 @@ def show_table(console: Console, summary: Summary, layout: engine.Layout, folder
         ("validation loss", f"{summary.valid_loss:.3f} nats per byte = {bits:.2f} bits per byte"),
         ("speed", f"{summary.tokens_per_second:,.0f} tokens/s (a token is a byte)"),
         ("time", f"{summary.seconds:.1f} s"),
+        ("sent in a step", ", ".join(f"{axis} {b / 2**20:.2f} MiB" for axis, b in summary.comm_bytes_per_step.items())),
         ("peak memory", f"{summary.peak_memory_mib:.0f} MiB in one process"),
         ("loss curve", str(folder / "loss.png")),
         *([("samples", str(folder / "sample.txt"))] if (folder / "sample.txt").exists() else []),

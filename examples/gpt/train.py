@@ -24,7 +24,7 @@ from rich.console import Console
 from torch import nn
 
 import engine
-from engine.device import peak_memory_mib
+from engine.device import exact_dtype, peak_memory_mib
 from examples.gpt import report
 from examples.gpt.config import OptimizerConfig, TrainConfig, UserError, check_batch, check_started, read_config
 from examples.gpt.data import Text, own_rows, read_text, training_windows, validation_windows
@@ -126,8 +126,11 @@ def fit(
     with report.Progress(console, config.steps, folder / "metrics.jsonl") if mesh.rank == 0 else nullcontext() as shown:
         for number in range(1, config.steps + 1):
             windows = training_windows(text.train, sequence, config.batch, config.seed, number)
+            if number == config.steps:
+                mesh.ledger.start()  # the last step's bytes go into the summary
             begun = time.perf_counter()
             result = step(*own_rows(windows, mesh.data.rank, mesh.data.size))
+            mesh.ledger.stop()
             loss = result.loss.item()  # waits for the device
             speed = result.tokens.item() / (time.perf_counter() - begun)
             if not math.isfinite(loss):
@@ -189,6 +192,10 @@ def summarise(
     """Return the run in one value. Collective."""
     peak = torch.tensor(peak_memory_mib(mesh.device), dtype=torch.float32, device=mesh.device)
     mesh.world.all_reduce(peak, "max")
+    own_bytes = mesh.ledger.wire_bytes_by_axis()
+    axes = (*engine.layout.AXES, "world")
+    sent = torch.tensor([own_bytes.get(axis, 0) for axis in axes], dtype=exact_dtype(mesh.device), device=mesh.device)
+    mesh.world.all_reduce(sent)
     # One rank of a layout of one holds the whole model, with its tied parameters as one; nothing is sent.
     alone = engine.plan_mesh(engine.Layout(), 0)
     whole = engine.PipelineModel(gpt_layers(config.model, alone.tensor), alone)
@@ -206,6 +213,7 @@ def summarise(
         tokens_per_second=tokens * len(records) / sum(tokens / record.tokens_per_second for record in records),
         seconds=seconds,
         peak_memory_mib=peak.item(),
+        comm_bytes_per_step={axis: int(count) for axis, count in zip(axes, sent.tolist(), strict=True)},
     )
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from engine.comm.algorithms.plan import block
 from engine.comm.algorithms.run import Messenger
+from engine.comm.arguments import flat
 
 CHUNK = 4096
 WIRE_DTYPES = (torch.bfloat16, torch.float16)
@@ -25,14 +26,14 @@ def message_bytes(count: int, wire: torch.dtype) -> int:
 
 def pack(x: Tensor, wire: torch.dtype) -> Tensor:
     """Return the message, bytes (message_bytes,), for flat values `x`."""
-    values = x.to(torch.float32)
+    values = flat(x).to(torch.float32)
     if wire is torch.bfloat16:
         return values.to(wire).view(torch.uint8)
     chunks = -(-values.numel() // CHUNK)
     padded = torch.nn.functional.pad(values, (0, chunks * CHUNK - values.numel())).view(chunks, CHUNK)
     finite = torch.where(padded.isfinite(), padded.abs(), 0.0)
     exponents = (torch.frexp(finite.amax(1)).exponent - 15).clamp(-126, 127)
-    scales = torch.ldexp(torch.ones_like(finite[:, 0]), exponents)
+    scales = torch.ldexp(finite.new_ones(chunks), exponents)
     narrow = (padded / scales[:, None]).to(wire).view(-1)[: values.numel()]
     return torch.cat([scales.view(torch.uint8), narrow.view(torch.uint8)])
 

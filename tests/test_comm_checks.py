@@ -1,0 +1,207 @@
+"""What a mistake ends in: with checks on, one sentence on every rank; without, a report of who is where."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import engine
+from engine import Layout
+from engine.errors import EngineError
+from tests.world import World
+
+ROOT = Path(__file__).parent.parent
+
+
+def text_of(call: Any) -> str:
+    try:
+        call()
+    except EngineError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def open_checked(rank: int, size: int, store: str, **options: Any) -> engine.Mesh:
+    return engine.init(
+        Layout(data=size), device="cpu", store=dist.FileStore(store, size), rank=rank, world_size=size,
+        **{"checks": True, "timeout": 20.0, **options},
+    )  # fmt: skip
+
+
+# ---- calls that differ, with checks ------------------------------------------------------------------------------
+
+
+def differ(rank: int, size: int, store: str, case: str) -> tuple[str, float]:
+    with open_checked(rank, size, store) as mesh:
+        comm, odd = mesh.data, rank == 1
+        x = torch.ones(8 if odd else 4)
+        calls: dict[str, Any] = {
+            "shape": lambda: comm.all_reduce(x),
+            "dtype": lambda: comm.all_reduce(torch.ones(4, dtype=torch.int32 if odd else torch.float32)),
+            "op": lambda: comm.all_reduce(torch.ones(4), "max" if odd else "sum"),
+            "src": lambda: comm.broadcast(torch.ones(4), 1 if odd else 0),
+            "operation": lambda: comm.broadcast(torch.ones(4), 0) if odd else comm.all_reduce(torch.ones(4)),
+            "algorithm": lambda: comm.all_reduce(torch.ones(4), algorithm="ring" if odd else "pairwise"),
+            "wire": lambda: comm.all_reduce(torch.ones(4), wire_dtype=torch.bfloat16 if odd else None),
+            "object": lambda: comm.broadcast_object(1, 0) if odd else comm.barrier(),
+            "gather": lambda: comm.gather(torch.ones(4), 0 if odd else 1),
+        }
+        started = time.monotonic()
+        text = text_of(calls[case])
+        seconds = time.monotonic() - started
+        assert comm.all_reduce(torch.ones(1)).item() == size, "the group still works"
+        return text, seconds
+
+
+@pytest.mark.parametrize(
+    ("case", "parts"),
+    [
+        ("shape", ["all_reduce(sum) of float32 (4,)", "all_reduce(sum) of float32 (8,)"]),
+        ("dtype", ["of float32 (4,)", "of int32 (4,)"]),
+        ("op", ["all_reduce(sum)", "all_reduce(max)"]),
+        ("src", ["with src 0", "with src 1"]),
+        ("operation", ["all_reduce(sum) of float32 (4,)", "broadcast of float32 (4,) with src 0"]),
+        ("algorithm", ["by pairwise", "by ring"]),
+        ("wire", ["all_reduce(sum) of float32 (4,) by", "as torch.bfloat16"]),
+        ("object", ["broadcast_object with src 0", "all_reduce(max) of int32 ()"]),
+        ("gather", ["gather of float32 (4,) with dst 0", "with dst 1"]),
+    ],
+)
+def test_different_calls_end_on_every_rank_with_each_sides_line(world: World, case: str, parts: list[str]) -> None:
+    for text, seconds in world.run(3, differ, case, mesh=False):
+        assert text.startswith("UsageError: rank ")
+        assert "the ranks of the group call different things, nothing was sent" in text
+        assert all(part in text for part in parts)
+        assert "rank 1 (global 1): call " in text
+        assert "0 (global 0), 2 (global 2): call " in text
+        assert text.count("test_comm_checks.py:") == 2, "each side's source line"
+        assert seconds < 5
+
+
+def alike(rank: int, size: int, store: str) -> Any:
+    """Root and receivers call from different lines; everything else is the same call."""
+    with open_checked(rank, size, store) as mesh:
+        comm = mesh.data
+        if rank == 0:
+            comm.broadcast(torch.ones(4), 0)
+        else:
+            comm.broadcast(torch.zeros(4), 0)
+        peer = 1 - rank
+        got = comm.exchange([(torch.full((3,), float(rank)), peer)], [(torch.empty(3), peer)])[0]
+        long = comm.all_gather(torch.ones([1] * 64))
+        return got.tolist(), long.numel(), comm.all_to_all(torch.arange(4.0)).tolist(), mesh.checks
+
+
+def test_equal_calls_pass(world: World) -> None:
+    for rank, (got, numel, moved, checks) in enumerate(world.run(2, alike, mesh=False)):
+        assert (got, numel, checks) == ([float(1 - rank)] * 3, 2, True)
+        assert moved == [2.0 * rank, 2.0 * rank + 1] * 2
+
+
+def mismatched_messages(rank: int, size: int, store: str) -> str:
+    with open_checked(rank, size, store, timeout=3.0) as mesh:
+        if rank == 0:
+            return text_of(lambda: mesh.data.send(torch.ones(4), 1))
+        return text_of(lambda: mesh.data.recv(torch.empty(2, dtype=torch.float64), 0))
+
+
+def test_a_message_of_another_shape_is_refused_by_its_receiver(world: World) -> None:
+    texts = world.run(2, mismatched_messages, mesh=False)
+    assert "rank 0 (global 0) sends float32 (4,) at " in texts[1]
+    assert "but this rank receives it into float64 (2,) at " in texts[1]
+    assert texts[0].startswith("CommunicationError: ")
+
+
+def test_checks_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for value, on in (("1", True), ("0", False), ("", False)):
+        monkeypatch.setenv("ENGINE_CHECKS", value)
+        with engine.init(Layout(), device="cpu") as mesh:
+            assert mesh.checks is on
+    with engine.init(Layout(), device="cpu", checks=True) as mesh:
+        assert mesh.checks
+
+
+# ---- hangs, without checks ---------------------------------------------------------------------------------------
+
+
+def one_is_missing(rank: int, size: int, store: str) -> str:
+    with open_checked(rank, size, store, checks=False, timeout=2.0) as mesh:
+        for _ in range(2):
+            mesh.data.all_reduce(torch.ones(3))
+        if rank == 1:
+            dist.FileStore(f"{store}.told", size).wait(["told"], timedelta(seconds=30))
+            return "was away"
+        text = text_of(lambda: mesh.data.all_reduce(torch.ones(3), "max"))
+        dist.FileStore(f"{store}.told", size).set("told", "")
+        return text
+
+
+def test_a_timeout_says_who_waits_where_and_who_has_not_come(world: World) -> None:
+    texts = world.run(3, one_is_missing, mesh=False)
+    first = texts[0]
+    assert first.startswith(
+        "CommunicationError: rank 0 (data 0, pipeline 0, tensor 0): all_reduce(max) of float32 (3,)"
+    )
+    assert "on axis 'data' failed after 2." in first
+    assert "call 4 over ranks 0, 1, 2: " in first
+    assert (
+        "rank 1 has not arrived: on this axis last seen in all_reduce(sum) of float32 (3,), call 3, finished" in first
+    )
+    assert "it is at " in first
+    assert "test_comm_checks.py:" in first
+    assert "rank 2 has arrived" in first or "rank 2 failed too" in first
+
+
+SCRIPT = textwrap.dedent(
+    """
+    import os, signal, sys, time, torch, engine, torch.distributed as dist
+    rank, path, case = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+    where = {"store": dist.FileStore(path, 3), "rank": rank, "world_size": 3}
+    with engine.init(engine.Layout(data=3), device="cpu", timeout=6, **where) as mesh:
+        mesh.data.all_reduce(torch.ones(3))
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL if case == "killed" else signal.SIGSTOP)
+        mesh.data.all_reduce(torch.ones(3))
+    """
+)
+
+
+@pytest.mark.parametrize(
+    ("case", "text", "limit"),
+    [("killed", "rank 1 is gone", 4.0), ("stopped", "rank 1 does not answer: it is stopped", 14.0)],
+)
+def test_a_dead_peer_is_named_at_once_and_a_stopped_one_at_the_limit(
+    tmp_path: Path, case: str, text: str, limit: float
+) -> None:
+    command = [sys.executable, "-c", SCRIPT]
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank), str(tmp_path / "store"), case], cwd=ROOT, stderr=subprocess.PIPE, text=True
+        )
+        for rank in range(3)
+    ]
+    try:
+        if case == "killed":
+            ranks[1].wait(60)
+        started = time.monotonic()
+        errors = [ranks[rank].communicate(timeout=60)[1] for rank in (0, 2)]
+        if case == "killed":
+            assert time.monotonic() - started < limit
+        assert [ranks[0].returncode, ranks[2].returncode] == [1, 1]
+        assert any(text in error for error in errors), errors
+        for error in errors:
+            assert "CommunicationError" in error
+            assert text in error or "before that: rank" in error
+    finally:
+        for each in ranks:
+            each.kill()
+            each.communicate()
