@@ -41,7 +41,7 @@ def run_job(system: str, work: Work, processes: int, folder: Path) -> dict[str, 
         except subprocess.TimeoutExpired:
             raise JobError(f"{system} ran past its limit of {work.limit:g} s (--limit); log: {log}") from None
         finally:
-            _end(process)
+            end(process)
     if code != 0:
         raise JobError(f"{system} failed: {cause(log.read_text(errors='replace'))}; log: {log}")
     if not out.exists():
@@ -66,7 +66,7 @@ def cause(log: str) -> str:
     return f"rank {first} ended with exit code {failed[-1][1]}" if failed else "it said nothing"
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def end(process: subprocess.Popen[bytes]) -> None:
     """End torchrun, which ends its ranks."""
     if process.poll() is not None:
         return

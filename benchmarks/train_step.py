@@ -113,9 +113,7 @@ def single(options: argparse.Namespace) -> Work:
     if options.accumulation is not None and options.accumulation < 1:
         raise UsageError(f"--accumulation {options.accumulation}: a step has at least 1 microbatch")
     name = options.model if options.model in MODELS else "own sizes"
-    work = Work(
-        layout, parse_model(options.model), name, options.accumulation, options.schedule, options.stage
-    )
+    work = Work(layout, parse_model(options.model), name, options.accumulation, options.schedule, options.stage)
     return common(work, options)
 
 

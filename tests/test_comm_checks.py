@@ -200,7 +200,7 @@ def test_a_dead_peer_is_named_at_once_and_a_stopped_one_at_the_limit(
         assert any(text in error for error in errors), errors
         for error in errors:
             assert "CommunicationError" in error
-            assert text in error or "before that: rank" in error
+            assert text in error or "gone or stopped) and has left" in error
     finally:
         for each in ranks:
             each.kill()

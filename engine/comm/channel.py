@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -210,7 +211,7 @@ class Channel:
             return error
         self.failed = True
         seconds = time.perf_counter() - started
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        reason = _reason(error)
         told = self._monitor.explain(self) if self._monitor is not None else ""
         members = f"ranks {', '.join(map(str, self.ranks))}" if len(self.ranks) <= 16 else f"{self.size} ranks"
         return CommunicationError(
@@ -219,3 +220,9 @@ class Channel:
             + f"over {members}: {reason}. "
             + (told or "Another rank has stopped, left this call out or called it with other sizes")
         )
+
+
+def _reason(error: Exception) -> str:
+    """Return the backend's own words, without its source paths and advice."""
+    first = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return re.sub(r"^\[[^\]]*\.cc:\d+\]\s*", "", first).partition(". This is typically")[0].rstrip(". ")

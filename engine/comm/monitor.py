@@ -39,7 +39,7 @@ class Monitor:
         self._token = secrets.token_hex(8)
         self._opener = threading.get_ident()  # the thread that trains
         self._channels: list[Channel] = []
-        self._notices: list[str] = []
+        self._notices: dict[int, str] = {}  # the last words of ranks that failed
         self._addresses: list[str] = []
         self._socket = socket.create_server((interface, 0), backlog=64)
         self._closing = False
@@ -75,16 +75,18 @@ class Monitor:
         with ThreadPoolExecutor(max_workers=min(16, len(others))) as pool:
             answers = dict(zip(others, pool.map(self._ask, others), strict=True))
             lines = [self._line(rank, answers[rank], channel) for rank in others]
-            own = f"rank {self._rank} failed in {call.describe()} on axis {channel.name!r}, call {call.sequence}"
+            own = f"failed in {call.describe()} on axis {channel.name!r}, call {call.sequence}"
             gone = [f"rank {rank}" for rank in others if isinstance(answers[rank], str)]
             word = own + (f" ({', '.join(gone)} gone or stopped)" if gone else "")
             elsewhere = [rank for rank in range(len(self._addresses)) if rank != self._rank][:_ASKED]
             list(pool.map(lambda rank: self._send(rank, {"notice": word}), elsewhere))
-        heard = [f"before that: {notice}" for notice in self._notices[:4]]
-        return "; ".join([*lines, *heard])
+        elsewhere_failed = [rank for rank in self._notices if rank not in others][:4]
+        return "; ".join([*lines, *(f"rank {rank} {self._notices[rank]}" for rank in elsewhere_failed)])
 
     def _line(self, rank: int, answer: dict[str, Any] | str, channel: Channel) -> str:
         """Return what one rank does, seen from this one's failed call."""
+        if rank in self._notices:
+            return f"rank {rank} {self._notices[rank]}" + (" and has left" if isinstance(answer, str) else "")
         if isinstance(answer, str):
             return f"rank {rank} {answer}"
         call = channel.current
@@ -138,7 +140,7 @@ class Monitor:
 
     def _answer(self, message: dict[str, Any]) -> dict[str, Any]:
         if "notice" in message:
-            self._notices.append(str(message["notice"]))
+            self._notices[int(message["from"])] = str(message["notice"])
             return {}
         waiting = [c for c in self._channels if c.current is not None and not c.current.done]
         latest = max(waiting, key=lambda c: c.since, default=None)

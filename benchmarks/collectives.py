@@ -1,0 +1,176 @@
+"""The collectives microbenchmark: every operation and algorithm of the engine beside torch's own call. See `--help`.
+
+Starts a torchrun job of --nproc ranks on this machine; inside one (RANK and WORLD_SIZE are set) it is a rank of it, so
+it also runs on accelerators and across hosts: `torchrun ... -m benchmarks.collectives ...`. Conventions are those of
+nccl-tests: a size is that of the whole vector, algbw = bytes / time, busbw = algbw times what a rank's link must carry,
+GB = 1e9 bytes. Exit code 1: a wrong element, a row slower than --baseline, or a failed job; 2: a wrong command.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import collectives_results as results
+from benchmarks.collectives_case import Row
+from benchmarks.collectives_options import Settings, check, parser
+from benchmarks.job import JobError, cause, end
+from benchmarks.machine import summary
+from engine.errors import EngineError
+
+_MODULE = "benchmarks.collectives"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the benchmark, or one rank of it, and return the exit code."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    started = int(os.environ["WORLD_SIZE"]) if {"RANK", "WORLD_SIZE"} <= os.environ.keys() else None
+    try:
+        options = parser((__doc__ or "").split("\n\n", 1)[1]).parse_args(arguments)
+        settings = check(options, started)
+    except EngineError as error:
+        if int(os.environ.get("RANK", 0)) == 0:
+            print(f"error: {error}", file=sys.stderr)
+        return 2
+    if started is not None:
+        return run_rank(settings, arguments, options.result)
+    try:
+        document = start_job(settings, arguments)
+    except JobError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    meta = {**document["meta"], "command": command_line(arguments)}
+    return finish(settings, meta, [Row(**each) for each in document["rows"]])
+
+
+def run_rank(settings: Settings, arguments: Sequence[str], result: Path | None) -> int:
+    """Be one rank of a torchrun job. Rank 0 prints, and writes what was asked for or, when started by us, `result`."""
+    from benchmarks.collectives_worker import run
+
+    try:
+        more, rows = run(
+            settings,
+            lambda: print(heading(settings), flush=True),
+            lambda found: print(results.lines(found), flush=True),
+        )
+    except EngineError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    if int(os.environ["RANK"]) != 0:
+        return 0
+    meta = results.meta(command_line(arguments), settings.device, **more)
+    if result is None:
+        return finish(settings, meta, rows)
+    results.save_json(result, meta, rows)
+    return 0
+
+
+def heading(settings: Settings) -> str:
+    """Return what stands above the table."""
+    lines = [
+        f"# {summary(settings.device)}",
+        f"# {settings.layout} = {settings.layout.world_size} ranks; axis {settings.axis}, n = {settings.n}",
+        results.LEGEND,
+    ]
+    if settings.n == 1:
+        lines.append("# a group of one rank has no torch group and no peer: without torch's own calls and send_recv")
+    return "\n".join([*lines, results.header()])
+
+
+def start_job(settings: Settings, arguments: Sequence[str]) -> dict[str, Any]:
+    """Start the ranks and return what rank 0 wrote; its table goes to this output. Raises JobError."""
+    folder = Path(tempfile.mkdtemp(prefix="collectives_"))
+    out, log = folder / "result.json", folder / "errors.log"
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(settings.layout.world_size)]
+    command = [sys.executable, *launch, "-m", _MODULE, *without_nproc(arguments), "--result", str(out)]
+    with log.open("w") as file:
+        process = subprocess.Popen(command, stderr=file, env={"OMP_NUM_THREADS": "1", **os.environ})
+        try:
+            code = process.wait()
+        finally:
+            end(process)
+    if code != 0:
+        raise JobError(f"the job failed: {cause(log.read_text(errors='replace'))}; log: {log}")
+    if not out.exists():
+        raise JobError(f"the job ended without a result; log: {log}")
+    document: dict[str, Any] = json.loads(out.read_text())
+    shutil.rmtree(folder)
+    return document
+
+
+def without_nproc(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments of a rank. torchrun reads its command to the end, and takes --nproc for its own."""
+    nproc = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    nproc.add_argument("--nproc")
+    return nproc.parse_known_args(arguments)[1]
+
+
+def command_line(arguments: Sequence[str]) -> str:
+    """Return what the user typed."""
+    return f"python -m {_MODULE} {shlex.join(arguments)}"
+
+
+def finish(settings: Settings, meta: dict[str, Any], rows: Sequence[Row]) -> int:
+    """Write what was asked for, say what is wrong or slower, and return the exit code."""
+    if settings.json is not None:
+        results.save_json(settings.json, meta, rows)
+        print(f"# rows with versions and hardware: {settings.json}")
+    if settings.csv is not None:
+        results.save_csv(settings.csv, rows)
+        print(f"# rows: {settings.csv}")
+    if settings.plot is not None:
+        from benchmarks.collectives_plot import plot
+
+        plot(settings.plot, meta, rows)
+        print(f"# picture: {settings.plot}")
+    sound = _sound(settings, rows)
+    if settings.tune is not None and sound:
+        results.save_tuning(settings.tune, meta, rows, meta["hosts"])
+        print(f"# tuning file: {settings.tune} (ENGINE_COMM_TUNING={settings.tune})")
+    return 0 if _fast(settings, rows) and sound else 1
+
+
+def _sound(settings: Settings, rows: Sequence[Row]) -> bool:
+    """Say how many elements are wrong; return whether none is."""
+    if not settings.check:
+        print("# values were not checked (--check)")
+        return True
+    bad = [row for row in rows if row.wrong]
+    unchecked = sum(row.wrong is None for row in rows)
+    print(f"# {len(rows)} rows: {len(bad)} with wrong elements, {unchecked} not checked (sums not exact)")
+    for row in bad:
+        place = "in" if row.in_place else "out of"
+        print(
+            f"error: {row.op} {row.algorithm} {row.dtype} {row.bytes} B {place} place: {row.wrong} elements are wrong",
+            file=sys.stderr,
+        )
+    return not bad
+
+
+def _fast(settings: Settings, rows: Sequence[Row]) -> bool:
+    """Say what is slower than the baseline; return whether nothing is."""
+    if settings.baseline is None:
+        return True
+    compared, found = results.slower(settings.baseline, rows, settings.tolerance)
+    print(
+        f"# {compared} of {len(rows)} rows are in the baseline; slower by more than {settings.tolerance:.0%}:", end=" "
+    )
+    print(len(found))
+    for line in found:
+        print(f"error: slower: {line}", file=sys.stderr)
+    if not compared:
+        print("error: the baseline has no row of this run: measure the same ops, sizes, ranks", file=sys.stderr)
+    return bool(compared) and not found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

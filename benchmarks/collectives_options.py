@@ -1,0 +1,217 @@
+"""The command line of the collectives benchmark: its options, and the checks that end a wrong one at once."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+
+from benchmarks import collectives_results as results
+from benchmarks.collectives_case import DTYPES, OPS, Case, Row, parse_names, parse_sizes, plan, size_name
+from benchmarks.work import parse_layout
+from engine import device as devices
+from engine.comm.algorithms import PLANS
+from engine.errors import UsageError, did_you_mean
+from engine.layout import Layout
+
+TRANSPORTS = ("torch",)
+AXES = ("data", "tensor", "pipeline", "world")
+PROCESSES_PER_CORE = 8
+BUFFERS = 4  # of the largest size, on each rank: input, its copy, result, what is expected
+_STANDARD_OPS = "all_reduce,broadcast,reduce_scatter,all_gather,all_to_all,send_recv"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """A checked command line."""
+
+    layout: Layout
+    axis: str
+    n: int
+    """Ranks of the measured group."""
+    cases: tuple[Case, ...]
+    sizes: tuple[int, ...]
+    device: str
+    """cpu, cuda or npu."""
+    iterations: int | None
+    """Timed calls; None: by the time of one."""
+    warmup: int
+    check: bool
+    overlap: bool
+    operations: str | None
+    """module:function that changes the table of calls."""
+    baseline: tuple[Row, ...] | None
+    tolerance: float
+    csv: Path | None
+    json: Path | None
+    plot: Path | None
+    tune: Path | None
+    """Write a tuning file there."""
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong like everything else here: one line."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(message)
+
+
+def parser(description: str) -> argparse.ArgumentParser:
+    """Return the options."""
+    made = Parser(
+        prog="python -m benchmarks.collectives", description=description, allow_abbrev=False,
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )  # fmt: skip
+    add = made.add_argument
+    add("--nproc", type=int, help="processes to start; default: as the layout needs, or 4")
+    add("--layout", default="", help="axis sizes, such as data=2,tensor=2; default: all processes on the axis")
+    add("--axis", default="data", help=f"whose groups are measured, all at once: {', '.join(AXES)}")
+    add("--ops", default=_STANDARD_OPS, help=f"all, or a list of: {', '.join(OPS)}")
+    add("--sizes", default="1K:64M", help="bytes of the whole vector: FROM:TO, FROM:TO:FACTOR or a list, K = 1024")
+    add("--dtypes", default="float32,bfloat16", help=f"a list of: {', '.join(DTYPES)}")
+    add("--transports", default="torch", help=f"a list of: {', '.join(TRANSPORTS)}")
+    add("--algorithms", default="all", help="all, chosen (what the engine takes), torch (its own call), or names")
+    add("--iterations", default="auto", help="timed calls; auto: about 0.2 s of them, 8 to 200")
+    add("--warmup", type=int, default=3, help="calls before them")
+    add("--check", action="store_true", help="compare every element; a wrong one makes the exit code 1")
+    add("--overlap", action="store_true", help="put a matmul beside each operation; adds t_exposed to the rows")
+    add("--device", default="cpu", help="auto, cpu, cuda or npu")
+    add("--csv", type=Path, help="write the rows there")
+    add("--json", type=Path, help="write the rows there, with versions, hardware and command")
+    add("--plot", type=Path, help="draw time and bus bandwidth against size there (PNG)")
+    add("--baseline", type=Path, help="an older --json: exit code 1 when a row is slower than there")
+    add("--tolerance", type=float, default=0.1, help="how much slower, as a part of the older time")
+    add(
+        "--tune",
+        action="store_true",
+        help="measure all algorithms (first dtype) and write each size's fastest to --out; implies --check",
+    )
+    add("--out", type=Path, help="the tuning file, for ENGINE_COMM_TUNING or engine.init(tuning=...)")
+    add("--operations", help=argparse.SUPPRESS, default=None)
+    add("--result", type=Path, help=argparse.SUPPRESS, default=None)
+    return made
+
+
+def check(options: argparse.Namespace, started: int | None) -> Settings:
+    """Return the settings. `started`: ranks of the torchrun job that this process is one of, None outside one.
+
+    Raises EngineError for everything that cannot work; nothing has run then.
+    """
+    parse_names("--axis", options.axis, AXES)
+    layout = _layout(options, started)
+    n = layout.world_size if options.axis == "world" else getattr(layout, options.axis)
+    device = _device(options.device, layout.world_size, started)
+    sizes = parse_sizes(options.sizes)
+    _check_memory(sizes[-1], layout.world_size, device, started)
+    parse_names("--transports", options.transports, TRANSPORTS)
+    cases = _cases(options, sizes, n, device)
+    if options.warmup < 1:
+        raise UsageError(f"--warmup {options.warmup}: at least 1")
+    if not (math.isfinite(options.tolerance) and options.tolerance >= 0):
+        raise UsageError(f"--tolerance {options.tolerance}: 0 or more, 0.1 is 10 % slower")
+    for name in ("csv", "json", "plot", "out"):
+        _check_writable(name, getattr(options, name))
+    return Settings(
+        layout, options.axis, n, cases, sizes, device, _iterations(options.iterations), options.warmup,
+        options.check or options.tune, options.overlap, options.operations,
+        None if options.baseline is None else results.read(options.baseline), options.tolerance,
+        options.csv, options.json, options.plot, _tuning_file(options, device, n),
+    )  # fmt: skip
+
+
+def _layout(options: argparse.Namespace, started: int | None) -> Layout:
+    """Return the layout, for the processes that are to be started or were."""
+    nproc = options.nproc
+    if started is not None and nproc not in (None, started):
+        raise UsageError(f"--nproc {nproc}: this is a rank of a job of {started} processes: leave --nproc out")
+    nproc = started if started is not None else nproc
+    if nproc is not None and nproc < 1:
+        raise UsageError(f"--nproc {nproc}: at least 1")
+    layout = parse_layout(options.layout) if options.layout else Layout(**{_AXIS_OF[options.axis]: nproc or 4})
+    if nproc is not None or layout.data == -1:
+        layout = layout.resolve(nproc or 4)
+    cores = len(os.sched_getaffinity(0))
+    if started is None and layout.world_size > PROCESSES_PER_CORE * cores:
+        raise UsageError(
+            f"--nproc {layout.world_size}: at most {PROCESSES_PER_CORE} processes for each of this machine's {cores} "
+            f"cores: start at most {PROCESSES_PER_CORE * cores}"
+        )
+    return layout
+
+
+_AXIS_OF = {"world": "data", "data": "data", "tensor": "tensor", "pipeline": "pipeline"}
+
+
+def _device(wanted: str, ranks: int, started: int | None) -> str:
+    """Return the kind of device, after checking that this host has one for each of its ranks."""
+    last = ranks - 1 if started is None else int(os.environ.get("LOCAL_RANK", 0))
+    return devices.select(wanted, last).type
+
+
+def _check_memory(size: int, ranks: int, device: str, started: int | None) -> None:
+    here = ranks if started is None else int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if device == "cpu" and here * BUFFERS * size > memory:
+        raise UsageError(
+            f"--sizes: {here} ranks x {BUFFERS} buffers x {size_name(size)} = {here * BUFFERS * size / 2**30:,.0f} "
+            f"GiB, but this machine has {memory / 2**30:.1f} GiB: at most {memory // (here * BUFFERS) >> 20}M"
+        )
+
+
+def _cases(options: argparse.Namespace, sizes: tuple[int, ...], n: int, device: str) -> tuple[Case, ...]:
+    tunable = tuple(op for op in OPS if op in PLANS)
+    known = tunable if options.tune else tuple(OPS)
+    wanted = "all" if options.tune and options.ops == _STANDARD_OPS else options.ops
+    ops = known if wanted.strip() == "all" else parse_names("--ops", wanted, known)
+    if n == 1 and "send_recv" in ops:
+        if wanted.strip() != "all" and options.ops != _STANDARD_OPS:
+            raise UsageError("--ops send_recv: a group of one rank has no peer: raise --nproc, or leave it out")
+        ops = tuple(op for op in ops if op != "send_recv")
+    dtypes = parse_names("--dtypes", options.dtypes, tuple(DTYPES))[: 1 if options.tune else None]
+    for dtype in dtypes:
+        sums = [op for op in ops if OPS[op].reduces]
+        if sums and getattr(torch, dtype) not in devices.reducible(torch.device(device)):
+            raise UsageError(f"--dtypes {dtype}: {device} cannot {sums[0]} it: choose others, or other --ops")
+    algorithms = tuple(filter(None, (each.strip() for each in options.algorithms.split(","))))
+    if not algorithms:
+        raise UsageError("--algorithms: nothing is named: choose all, chosen, torch, or names")
+    cases = plan(ops, sizes, dtypes, algorithms, n)
+    return tuple(each for each in cases if not options.tune or each.in_place == OPS[each.op].in_place[0])
+
+
+def _iterations(text: str) -> int | None:
+    if text == "auto":
+        return None
+    if not text.isdecimal() or int(text) < 1:
+        raise UsageError(f"--iterations {text!r}{did_you_mean(text, ('auto',))}: auto, or a number of at least 1")
+    return int(text)
+
+
+def _tuning_file(options: argparse.Namespace, device: str, n: int) -> Path | None:
+    if options.tune != (options.out is not None):
+        raise UsageError("--tune and --out FILE go together: the one measures, the other says where it is written")
+    if options.tune and device != "cpu":
+        raise UsageError(f"--tune is for gloo: on {device} the engine always takes the backend's own calls")
+    if options.tune and (n == 1 or options.algorithms != "all"):
+        why = "a group of one rank has no choice" if n == 1 else f"it measures all, not {options.algorithms}"
+        raise UsageError(f"--tune: {why}: raise --nproc, and leave --algorithms out")
+    return options.out if options.tune else None
+
+
+def _check_writable(option: str, path: Path | None) -> None:
+    """Refuse a file that could not be written after the run, by opening it. Rank 0 writes, so it alone tries."""
+    if path is None or int(os.environ.get("RANK", 0)) != 0:
+        return
+    there = path.exists()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.open("a").close()
+    except OSError as error:
+        raise UsageError(f"--{option} {path} cannot be written: {error}: name a file in a folder that can") from error
+    if not there:
+        path.unlink()
