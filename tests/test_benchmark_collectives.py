@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from benchmarks import collectives_results as results
-from benchmarks.collectives import finish, first_crash, main, without_nproc
+from benchmarks.collectives import finish, main, without_nproc
+from benchmarks.job import cause
 from benchmarks.collectives_case import (
     INEXACT,
     OPS,
@@ -218,7 +219,7 @@ def test_torchrun_gets_no_option_that_it_takes_for_its_own() -> None:
 
 def test_the_first_crash_is_named_and_not_what_it_caused() -> None:
     log = "[rank1]: RuntimeError: planted\nerror: rank 0: all_gather failed\n[rank0]: ValueError: later\n"
-    assert first_crash(log) == "rank 1: RuntimeError: planted"
+    assert cause(log) == "rank 1: RuntimeError: planted"
 
 
 # ---- whole runs --------------------------------------------------------------------------------------------------

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from engine.comm.algorithms import plan_for
 from engine.comm.algorithms.compress import Compressed
-from engine.comm.algorithms.plan import Hosts, Plan
-from engine.comm.algorithms.run import Messenger, Running
+from engine.comm.algorithms.plan import Hosts, Plan, block
+from engine.comm.algorithms.run import Messenger, Running, writes_only
 from engine.comm.arguments import check_reduction, check_tensors
 from engine.comm.call import Call
 from engine.comm.checks import check_call, check_messages
@@ -28,6 +28,7 @@ from engine.device import backend, reducible
 from engine.errors import CommunicationError, EngineError, UsageError, did_you_mean
 
 _R = TypeVar("_R")
+_PLANS = 4096  # plans that one group keeps; sizes may change with every call
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,7 @@ class Channel:
         self._reducible = reducible(device)
         self._planned = planned
         self._closed = False
+        self._plans: dict[tuple[object, ...], tuple[Plan, bool]] = {}
         instruments = instruments or Instruments()
         self._ledger, self._monitor, self._checks = instruments.ledger, instruments.monitor, instruments.checks
         self._thresholds: dict[str, Thresholds] = {
@@ -128,13 +130,23 @@ class Channel:
         call.algorithm = algorithm
         return algorithm
 
-    def _plan(self, call: Call, count: int) -> Plan:
-        return plan_for(call.name, call.algorithm, self.rank, self.size, count, call.peer or 0, self.hosts)
+    def _plan(self, call: Call, count: int) -> tuple[Plan, bool]:
+        """Return this rank's plan for a vector of `count` elements, and whether it changes its own block only."""
+        key = (call.name, call.algorithm, count, call.peer)
+        known = self._plans.get(key)
+        if known is None:
+            if len(self._plans) >= _PLANS:
+                self._plans.clear()
+            plan = plan_for(call.name, call.algorithm, self.rank, self.size, count, call.peer or 0, self.hosts)
+            known = self._plans[key] = (plan, writes_only(plan, *block(count, self.size, self.rank)))
+        return known
 
-    def _running(self, plan: Plan, at: Callable[[int, int], Tensor], op: str, like: Tensor) -> Works:
-        """Start a plan over this group's messages."""
+    def _running(
+        self, plan: Plan, at: Callable[[int, int], Tensor], op: str, like: Tensor, initial: Tensor | None = None
+    ) -> Works:
+        """Start a plan over this group's messages, see `Running`."""
         assert self._messenger is not None
-        return [Running(self._messenger, plan, at, op, like)]
+        return [Running(self._messenger, plan, at, op, like, initial)]
 
     def _compressed(self, x: Tensor, wire: torch.dtype, out: Tensor, *, share: bool) -> Works:
         """Start a sum whose messages travel as `wire`."""

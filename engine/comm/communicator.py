@@ -17,7 +17,6 @@ from torch import Tensor
 
 from engine.comm.algorithms.compress import WIRE_DTYPES
 from engine.comm.algorithms.plan import block
-from engine.comm.algorithms.run import writes_only
 from engine.comm.arguments import (
     average,
     check_dim,
@@ -386,7 +385,7 @@ class Communicator(Messages):
 
     def _planned_run(self, call: Call, vector: Tensor, op: str) -> Works:
         """Start the call's plan over the flat vector that it changes."""
-        plan = self._plan(call, vector.numel())
+        plan, _ = self._plan(call, vector.numel())
         return self._running(plan, lambda start, stop: vector[start:stop], op, vector)
 
     def _scatter(self, call: Call, wire: Tensor, into: Tensor, op: str) -> Works:
@@ -394,27 +393,33 @@ class Communicator(Messages):
         plan uses them for partial sums.
         """
         vector, own = flat(wire), flat(into)
-        plan = self._plan(call, vector.numel())
+        plan, own_only = self._plan(call, vector.numel())
         first, last = block(vector.numel(), self.size, self.rank)
-        if own.data_ptr() != vector[first:last].data_ptr():
+        initial: Tensor | None = vector[first:last]
+        if not own_only:
             write(own, vector[first:last])
-        if not writes_only(plan, first, last):
-            vector = vector.clone()
+            vector, initial = vector.clone(), None
 
         def at(start: int, stop: int) -> Tensor:
             inside = first <= start and stop <= last
             return own[start - first : stop - first] if inside else vector[start:stop]
 
-        return self._running(plan, at, op, own)
+        return self._running(plan, at, op, own, initial)
 
     def _gather(self, call: Call, wire: Tensor, target: Tensor) -> Works:
-        """Start an all-gather by plan, over the result."""
-        vector = flat(target)
+        """Start an all-gather by plan: the own block is sent from where it lies, and copied while it flies."""
+        vector, source = flat(target), flat(wire)
         first, last = block(vector.numel(), self.size, self.rank)
+
+        def at(start: int, stop: int) -> Tensor:
+            inside = first <= start and stop <= last
+            return source[start - first : stop - first] if inside else vector[start:stop]
+
+        works = self._running(self._plan(call, vector.numel())[0], at, "sum", vector)
         own = vector[first:last]
-        if own.data_ptr() != wire.data_ptr():
-            write(own, flat(wire))
-        return self._planned_run(call, vector, "sum")
+        if own.data_ptr() != source.data_ptr():
+            write(own, source)
+        return works
 
     def _check_wire(self, call: Call, wire: torch.dtype, algorithm: str | None) -> None:
         assert call.x is not None

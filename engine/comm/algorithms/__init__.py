@@ -53,5 +53,6 @@ PLANS: dict[str, dict[str, Maker]] = {
 
 @lru_cache(maxsize=4096)
 def plan_for(operation: str, algorithm: str, rank: int, size: int, count: int, root: int, hosts: Hosts) -> Plan:
-    """Return the plan of one rank; made once for each kind of call."""
-    return PLANS[operation][algorithm](rank, size, count, root, hosts)
+    """Return the plan of one rank, without rounds in which it is idle; made once for each kind of call."""
+    plan = PLANS[operation][algorithm](rank, size, count, root, hosts)
+    return tuple(each for each in plan if each.sends or each.receives)

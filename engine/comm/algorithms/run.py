@@ -17,11 +17,11 @@ from engine.comm.arguments import outside_autograd
 from engine.comm.transport import TorchTransport, Works
 
 _KEPT = 2  # scratch buffers that stay with a group between operations
-_COMBINE: dict[str, Callable[[Tensor, Tensor], object]] = {
-    "sum": lambda into, x: into.add_(x),
-    "prod": lambda into, x: into.mul_(x),
-    "max": lambda into, x: torch.maximum(into, x, out=into),
-    "min": lambda into, x: torch.minimum(into, x, out=into),
+_COMBINE: dict[str, Callable[..., Tensor]] = {
+    "sum": torch.add,
+    "prod": torch.mul,
+    "max": torch.maximum,
+    "min": torch.minimum,
 }
 
 
@@ -42,74 +42,88 @@ class Messenger:
         """Start messages."""
         return self._transport.exchange(sends, receives, tag)
 
-    def take(self, nbytes: int, device: torch.device) -> Tensor:
-        """Return scratch memory of at least so many bytes: a fresh page costs more than sending it."""
+    def take(self, count: int, like: Tensor) -> Tensor:
+        """Return scratch memory for so many elements of the kind of `like`: a fresh page costs more than sending it."""
         for index, buffer in enumerate(self._free):
-            if buffer.numel() >= nbytes:
+            if buffer.dtype is like.dtype and buffer.numel() >= count:
                 return self._free.pop(index)
-        return torch.empty(nbytes, dtype=torch.uint8, device=device)
+        return torch.empty(count, dtype=like.dtype, device=like.device)
 
     def give(self, buffer: Tensor) -> None:
-        """Take scratch memory back; the largest stay."""
-        self._free = sorted([*self._free, buffer], key=Tensor.numel)[-_KEPT:]
+        """Take scratch memory back; the last used stay."""
+        self._free.append(buffer)
+        if len(self._free) > _KEPT:
+            del self._free[0]
 
 
 class Running:
     """One operation under way."""
 
     def __init__(
-        self, messenger: Messenger, plan: Plan, at: Callable[[int, int], Tensor], op: str, like: Tensor
+        self,
+        messenger: Messenger,
+        plan: Plan,
+        at: Callable[[int, int], Tensor],
+        op: str,
+        like: Tensor,
+        initial: Tensor | None = None,
     ) -> None:
         """Start the first round. at(start, stop): the memory of these elements; op: how what arrives is reduced; like:
-        has the vector's dtype and device.
+        has the vector's dtype and device. initial: what the first that arrives is reduced with, where that is not yet
+        in the vector.
         """
-        self._messenger, self._at, self._like = messenger, at, like
+        self._messenger, self._at, self._like, self._initial = messenger, at, like, initial
         self._combine = _COMBINE[op]
         self._tag = messenger.tag()
-        self._rounds = iter([each for each in plan if each.sends or each.receives])
+        self._plan, self._number = plan, -1
         self._scratch: Tensor | None = None
         self._next()
 
     def wait(self) -> None:
         """Run what is left, on the calling thread."""
-        while self._round is not None:
-            with outside_autograd(self._like):
-                self._finish(self._round)
-            self._next()
+        with outside_autograd(self._like):
+            while self._number < len(self._plan):
+                self._finish(self._plan[self._number])
+                self._next()
 
     def _next(self) -> None:
-        self._round = next(self._rounds, None)
-        if self._round is None:
+        self._number += 1
+        if self._number == len(self._plan):
             return
-        self._outgoing = [(self._at(t.start, t.stop), t.peer) for t in self._round.sends]
-        if self._round.reduce:
-            self._incoming = self._parts(self._round)
+        each, at = self._plan[self._number], self._at
+        if each.reduce and each.receives:
+            self._incoming = self._parts(each)
         else:
-            self._incoming = [self._at(t.start, t.stop) for t in self._round.receives]
-        receives = [(x, t.peer) for x, t in zip(self._incoming, self._round.receives, strict=True)]
+            self._incoming = [at(t.start, t.stop) for t in each.receives]
+        # Kept until they are sent: whoever starts a message need not hold its memory.
+        self._outgoing = [(at(t.start, t.stop), t.peer) for t in each.sends]
+        receives = [(x, t.peer) for x, t in zip(self._incoming, each.receives, strict=True)]
         self._works = self._messenger.start(self._outgoing, receives, self._tag)
 
     def _parts(self, each: Round) -> list[Tensor]:
         """Return scratch memory for what a round receives."""
         lengths = [t.stop - t.start for t in each.receives]
-        width = self._like.element_size()
-        self._scratch = self._messenger.take(sum(lengths) * width, self._like.device)
-        return list(self._scratch[: sum(lengths) * width].view(self._like.dtype).split(lengths))
+        total = sum(lengths)
+        self._scratch = scratch = self._messenger.take(total, self._like)
+        if len(lengths) == 1 and scratch.numel() == total:
+            return [scratch]
+        return list(scratch[:total].split(lengths))
 
     def _finish(self, each: Round) -> None:
-        receives = len(each.receives)
-        apart = len(self._works) == len(each.sends) + receives  # NCCL gives one work for all
-        pending = self._works[len(each.sends) :] if apart else []
+        works, sends = self._works, len(each.sends)
+        apart = len(works) == sends + len(each.receives)  # NCCL gives one work for all
         if not apart:
-            for work in self._works:
+            for work in works:
                 work.wait()
         for index, transfer in enumerate(each.receives):
             if apart:
-                pending[index].wait()
+                works[sends + index].wait()
             if each.reduce:
-                self._combine(self._at(transfer.start, transfer.stop), self._incoming[index])
+                into = self._at(transfer.start, transfer.stop)
+                self._combine(into if self._initial is None else self._initial, self._incoming[index], out=into)
+                self._initial = None
         if apart:
-            for work in self._works[: len(each.sends)]:
+            for work in works[:sends]:
                 work.wait()
         if self._scratch is not None:
             self._messenger.give(self._scratch)
