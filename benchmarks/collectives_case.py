@@ -275,13 +275,17 @@ def iterations_for(seconds: float) -> int:
 def thresholds(times: Mapping[int, Mapping[str, float]], margin: float = 0.05) -> tuple[tuple[float, str], ...]:
     """Return (largest bytes, algorithm) from {bytes: {algorithm: seconds}}, neighbours with the same choice merged.
 
-    The fastest wins, but `native` stays unless another is faster by at least `margin`. The last holds for any size.
+    The fastest wins, but `native` stays unless another is faster by at least `margin`, and so does the choice of the
+    size before, so that noise between equals makes no rows. The last holds for any size.
     """
     found: list[tuple[float, str]] = []
     for size, each in sorted(times.items()):
         best = min(each, key=lambda name: each[name])
         if "native" in each and each[best] > each["native"] * (1 - margin):
             best = "native"
+        before = found[-1][1] if found else best
+        if before in each and each[best] > each[before] * (1 - margin):
+            best = before
         if found and found[-1][1] == best:
             found.pop()
         found.append((size, best))

@@ -57,12 +57,19 @@ def cause(log: str) -> str:
     for rank, code in failed:
         if code < 0 and -code != signal.SIGTERM:  # torchrun ends the others with SIGTERM
             return f"rank {rank} was ended by signal {-code} ({signal.Signals(-code).name})"
-    first = failed[-1][0] if failed else 0  # torchrun lists the root cause last
-    lines = log.splitlines()
-    own = [line.partition(f"[rank{first}]:")[2].strip() for line in lines if f"[rank{first}]:" in line]
-    for line in (*own, *lines):
-        if re.match(r"([A-Za-z_][\w.]*(Error|Exception|Interrupt|Exit)|error)\b:", line) and "elastic" not in line:
-            return f"rank {first}: {line[:300]}"
+    said = [re.match(r"(?:\[rank(\d+)\]:)?\s*(.*)", line) for line in log.splitlines()]
+    errors = [
+        (int(found[1] or 0), found[2][:300])
+        for found in said
+        if found and re.match(r"([A-Za-z_][\w.]*(Error|Exception|Interrupt|Exit)|error)\b:", found[2])
+    ]
+    errors = [each for each in errors if "torch.distributed.elastic" not in each[1]]
+    first = failed[-1][0] if failed else None  # torchrun lists the root cause last
+    own = [text for rank, text in errors if rank == first]
+    if own:
+        return f"rank {first}: {own[0]}"
+    if errors:
+        return f"rank {errors[0][0]}: {errors[0][1]}"
     return f"rank {first} ended with exit code {failed[-1][1]}" if failed else "it said nothing"
 
 

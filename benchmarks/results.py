@@ -110,8 +110,8 @@ def settings(cases: Sequence[Case]) -> str:
         work = case.work
         sizes = ", ".join(f"{name} {value}" for name, value in asdict(work.model).items() if name != "microbatches")
         lines.append(
-            f"{work.name}: {sizes}; {plural(work.microbatches, 'microbatch')}, engine: ZeRO {work.stage}, {work.schedule}; "
-            f"{len(case.systems[0].seconds)} steps timed"
+            f"{work.name}: {sizes}; {plural(work.microbatches, 'microbatch')}; engine: ZeRO {work.stage}, "
+            f"{work.schedule}; {len(case.systems[0].seconds)} steps timed"
         )
     return "\n".join(lines)
 

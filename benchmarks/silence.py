@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from engine import Mesh
+from engine.comm.choice import OPERATIONS
 from engine.comm.transport import TorchTransport
 
 _AXES = ("data", "tensor", "pipeline", "world")
@@ -74,7 +75,8 @@ def silenced(mesh: Mesh) -> Iterator[None]:
         for comm in communicators:
             if comm._transport is not None:
                 comm._transport = SilentTransport(comm._transport, comm.rank)
-                comm._thresholds = dict.fromkeys(comm._thresholds, ((float("inf"), "native"),))
+                native = dict.fromkeys(OPERATIONS, ((float("inf"), "native"),))
+                comm._thresholds = {False: native, True: native}
         yield
     finally:
         for comm, (transport, thresholds) in zip(communicators, real, strict=True):

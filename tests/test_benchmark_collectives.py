@@ -17,7 +17,6 @@ import torch
 
 from benchmarks import collectives_results as results
 from benchmarks.collectives import finish, main, without_nproc
-from benchmarks.job import cause
 from benchmarks.collectives_case import (
     INEXACT,
     OPS,
@@ -36,6 +35,7 @@ from benchmarks.collectives_case import (
 from benchmarks.collectives_operations import OPERATIONS, make_buffers
 from benchmarks.collectives_options import check, parser
 from benchmarks.collectives_raw import RAW
+from benchmarks.job import cause
 from engine.comm.choice import algorithms_of, read_choice
 from engine.errors import UsageError
 
@@ -284,7 +284,7 @@ def test_a_corrupted_collective_is_found_and_a_slower_run_too(
         ("all_gather", True, "native"): 1, ("all_gather", True, "chosen"): 1,
         ("all_reduce", True, "native"): 0, ("all_reduce", True, "chosen"): 0,
     }  # fmt: skip
-    assert [row["note"] for row in rows if row["algorithm"] == "chosen"] == ["took pairwise"] * 2 + ["took native"]
+    assert [row["note"] for row in rows if row["algorithm"] == "chosen"] == ["took pairwise"] * 2 + ["took halving_doubling"]
     shown = capfd.readouterr()
     assert "error: all_gather native float32 1024 B out of place: 1 elements are wrong" in shown.err
     assert "3 of 6 rows are in the baseline; slower by more than 10%: 3" in shown.out

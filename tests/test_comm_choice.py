@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import engine
 from engine import Layout
-from engine.comm.choice import Choice, read_choice, write_choice
+from engine.comm.choice import OPERATIONS, Choice, algorithms_of, read_choice, write_choice
 from engine.errors import UsageError
 from tests.world import World
 
@@ -24,20 +24,40 @@ def test_a_table_comes_back_from_its_file(tmp_path: Path) -> None:
     write_choice(tmp_path / "tuning.json", TABLE, {"host": "here"})
     read = read_choice(tmp_path / "tuning.json")
     assert read == Choice(TABLE)
-    assert read.thresholds("all_reduce", 2, 1, "gloo") == TABLE["all_reduce", 2, 1]
-    assert read.thresholds("all_reduce", 3, 1, "gloo") == ((ANY, "native"),), "no row for 3 ranks: the built-in rule"
+    assert read.thresholds("all_reduce", 2, 1, "gloo", asynchronous=False) == TABLE["all_reduce", 2, 1]
+    built_in = Choice().thresholds("all_reduce", 3, 1, "gloo", asynchronous=False)
+    assert read.thresholds("all_reduce", 3, 1, "gloo", asynchronous=False) == built_in, "no row for 3 ranks"
 
 
 def test_accelerators_keep_to_their_own_calls_unless_forced() -> None:
     for backend in ("nccl", "hccl"):
-        assert Choice(TABLE).thresholds("all_reduce", 2, 1, backend) == ((ANY, "native"),)
-    assert Choice(TABLE, "ring").thresholds("all_reduce", 2, 1, "nccl") == ((ANY, "ring"),)
+        assert Choice(TABLE).thresholds("all_reduce", 2, 1, backend, asynchronous=False) == ((ANY, "native"),)
+    assert Choice(TABLE, "ring").thresholds("all_reduce", 2, 1, "nccl", asynchronous=False) == ((ANY, "ring"),)
+
+
+def test_asynchronous_calls_take_what_flies_by_itself() -> None:
+    measured = Choice(TABLE).thresholds("all_reduce", 2, 1, "gloo", asynchronous=True)
+    assert measured == ((1024, "native"), (65536, "native"), (ANY, "native"))
+    assert Choice().thresholds("all_gather", 2, 1, "gloo", asynchronous=True) == ((ANY, "pairwise"),)
+    assert Choice(forced="ring").thresholds("all_reduce", 2, 1, "gloo", asynchronous=True) == ((ANY, "ring"),)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 5, 8, 9, 16])
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_built_in_rules_name_algorithms_that_exist_for_any_size(size: int, hosts: int) -> None:
+    for operation in OPERATIONS:
+        found = Choice().thresholds(operation, size, hosts, "gloo", asynchronous=False)
+        assert found[-1][0] == ANY
+        assert list(found) == sorted(found)
+        assert all(name in algorithms_of(operation) for _, name in found)
 
 
 def test_a_forced_algorithm_holds_where_an_operation_has_it() -> None:
     forced = Choice(forced="ring")
-    assert forced.thresholds("all_gather", 4, 1, "gloo") == ((ANY, "ring"),)
-    assert forced.thresholds("broadcast", 4, 1, "gloo") == Choice().thresholds("broadcast", 4, 1, "gloo")
+    assert forced.thresholds("all_gather", 4, 1, "gloo", asynchronous=False) == ((ANY, "ring"),)
+    assert forced.thresholds("broadcast", 4, 1, "gloo", asynchronous=False) == Choice().thresholds(
+        "broadcast", 4, 1, "gloo", asynchronous=False
+    )
     with pytest.raises(UsageError, match=r"algorithm 'rings' is unknown \(did you mean 'ring'\?\): choose .*halving"):
         Choice(forced="rings")
 

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from benchmarks.work import Model
 
-
 # With the usual eps of 1e-8, Adam divides a wrong scale of the gradients away, and no loss would show it.
 ADAMW: dict[str, Any] = {"lr": 1e-3, "eps": 1e-4, "fused": True}
 

@@ -77,9 +77,10 @@ class Channel:
         self._plans: dict[tuple[object, ...], tuple[Plan, bool]] = {}
         instruments = instruments or Instruments()
         self._ledger, self._monitor, self._checks = instruments.ledger, instruments.monitor, instruments.checks
-        self._thresholds: dict[str, Thresholds] = {
-            operation: instruments.choice.thresholds(operation, self.size, len(self.hosts), backend(device))
-            for operation in OPERATIONS
+        choice, group = instruments.choice, (self.size, len(self.hosts), backend(device))
+        self._thresholds: dict[bool, dict[str, Thresholds]] = {
+            asynchronous: {name: choice.thresholds(name, *group, asynchronous=asynchronous) for name in OPERATIONS}
+            for asynchronous in (False, True)
         }
 
     @property
@@ -115,10 +116,10 @@ class Channel:
     def _check_tensors(self, call: Call, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
         check_tensors(call, reads, writes, self.device)
 
-    def _choose(self, call: Call, nbytes: int, algorithm: str | None) -> str:
+    def _choose(self, call: Call, nbytes: int, algorithm: str | None, async_op: bool) -> str:
         """Return the algorithm of a call, the one that was asked for or the one that the table names."""
         if algorithm is None:
-            for limit, name in self._thresholds[call.name]:
+            for limit, name in self._thresholds[async_op][call.name]:
                 if nbytes <= limit:
                     algorithm = name
                     break

@@ -23,6 +23,8 @@ VERSION = 1
 NATIVE = "native"
 OPERATIONS = (*PLANS, "all_to_all")
 _ANY = float("inf")
+_FEW = 8  # ranks up to which a message to each costs less than rounds
+_ONE_ROUND = {("reduce_scatter", "pairwise"), ("all_gather", "pairwise")}
 
 Thresholds = tuple[tuple[float, str], ...]
 """(largest payload in bytes, algorithm), ascending; the last is for any."""
@@ -50,25 +52,37 @@ class Choice:
             hint = did_you_mean(self.forced, known)
             raise UsageError(f"algorithm {self.forced!r} is unknown{hint}: choose {', '.join(known)}")
 
-    def thresholds(self, operation: str, size: int, hosts: int, backend: str) -> Thresholds:
-        """Return what one group does for an operation. NCCL and HCCL keep to their own calls unless forced."""
+    def thresholds(self, operation: str, size: int, hosts: int, backend: str, *, asynchronous: bool) -> Thresholds:
+        """Return what one group does for an operation.
+
+        NCCL and HCCL keep to their own calls unless forced. An asynchronous call takes an algorithm of one round, which
+        flies while the caller computes, or the backend's: the rounds after the first run in `wait`.
+        """
         if self.forced is not None and self.forced in algorithms_of(operation):
             return ((_ANY, self.forced),)
         if backend != "gloo":
             return ((_ANY, NATIVE),)
-        return self.table.get((operation, size, hosts)) or default_thresholds(operation, hosts)
+        found = self.table.get((operation, size, hosts)) or default_thresholds(operation, size, hosts)
+        if not asynchronous:
+            return found
+        return tuple((limit, name if (operation, name) in _ONE_ROUND else NATIVE) for limit, name in found)
 
 
-def default_thresholds(operation: str, hosts: int) -> Thresholds:
-    """Return the built-in rules for gloo, from measurements on one host (docs/collectives.md).
+def default_thresholds(operation: str, size: int, hosts: int) -> Thresholds:
+    """Return the built-in rules for gloo, from measurements with 2 and 4 ranks on one host (docs/collectives.md).
 
-    gloo's reduce-scatter is an all-reduce and a slice, its all-gather copies: pairwise messages do neither.
+    gloo's reduce-scatter is an all-reduce and a slice, its all-gather copies: pairwise messages do neither. Its
+    all-reduce is slow to start; its rooted calls are trees of their own.
     """
     if operation in ("reduce_scatter", "all_gather"):
         return ((_ANY, "pairwise" if hosts == 1 else "hierarchical"),)
-    if operation == "all_reduce" and hosts > 1:
-        return ((1 << 16, NATIVE), (_ANY, "hierarchical"))
-    return ((_ANY, NATIVE),)
+    if operation == "all_reduce":
+        quick = "halving_doubling" if size & (size - 1) == 0 else "pairwise" if size <= _FEW else NATIVE
+        large = "hierarchical" if hosts > 1 else "pairwise" if size <= _FEW else NATIVE
+        return ((1 << 20, quick), (1 << 25, NATIVE if hosts == 1 else large), (_ANY, large))
+    if operation == "broadcast" and size > 2:
+        return ((1 << 23, NATIVE), (_ANY, "tree"))
+    return ((_ANY, "tree" if operation == "reduce" else NATIVE),)
 
 
 def read_choice(path: str | Path, forced: str | None = None) -> Choice:

@@ -106,7 +106,7 @@ class Communicator(Messages):
             return self._in_place(
                 call, async_op, lambda _, wire, __: self._compressed(flat(wire), wire_dtype, flat(wire), share=True)
             )
-        if self.size > 1 and self._choose(call, x.numel() * x.element_size(), algorithm) != "native":
+        if self.size > 1 and self._choose(call, x.numel() * x.element_size(), algorithm, async_op) != "native":
             return self._in_place(call, async_op, lambda _, wire, wire_op: self._planned_run(call, flat(wire), wire_op))
         return self._in_place(call, async_op, lambda t, wire, wire_op: t.all_reduce(wire, wire_op))
 
@@ -124,7 +124,7 @@ class Communicator(Messages):
             return self._local(x, async_op)
         buffer = plain(x)
         mark_changed(x)
-        native = self._choose(call, x.numel() * x.element_size(), algorithm) == "native"
+        native = self._choose(call, x.numel() * x.element_size(), algorithm, async_op) == "native"
         return self._run(
             call,
             lambda t: t.broadcast(buffer, src) if native else self._planned_run(call, flat(buffer), "sum"),
@@ -147,7 +147,7 @@ class Communicator(Messages):
         """Reduce `x` over the group into rank `dst`'s tensor; the others' stay as they were. Returns `x`."""
         call = self._call("reduce", x, (x,), op, dst)
         check_peer(call, dst, self.size, "dst")
-        if self.size > 1 and self._choose(call, x.numel() * x.element_size(), algorithm) != "native":
+        if self.size > 1 and self._choose(call, x.numel() * x.element_size(), algorithm, async_op) != "native":
             return self._in_place(call, async_op, lambda _, wire, wire_op: self._planned_run(call, flat(wire), wire_op))
         return self._in_place(call, async_op, lambda t, buffer, wire_op: t.reduce(buffer, dst, wire_op))
 
@@ -208,7 +208,9 @@ class Communicator(Messages):
         direct = dim == 0 and plain(result) is result
         target = result if direct else torch.empty_like(wire[: shape[dim]], dtype=x.dtype)
         into = on_the_wire(target, op)[0]
-        native = wire_dtype is not None or self._choose(call, x.numel() * x.element_size(), algorithm) == "native"
+        native = (
+            wire_dtype is not None or self._choose(call, x.numel() * x.element_size(), algorithm, async_op) == "native"
+        )
 
         def start(t: TorchTransport) -> Works:
             if wire_dtype is not None:
@@ -267,7 +269,7 @@ class Communicator(Messages):
         wire = plain(x if dim == 0 else x.movedim(dim, 0))
         direct = dim == 0 and plain(result) is result
         target = result if direct else wire.new_empty((self.size * wire.shape[0], *wire.shape[1:]))
-        native = self._choose(call, target.numel() * target.element_size(), algorithm) == "native"
+        native = self._choose(call, target.numel() * target.element_size(), algorithm, async_op) == "native"
         return self._run(
             call,
             lambda t: t.all_gather(target, wire) if native else self._gather(call, wire, target),
@@ -367,11 +369,11 @@ class Communicator(Messages):
         if self.size == 1 or x.numel() == 0:
             return self._local(x, async_op)
         receives = call.name == "all_reduce" or call.peer == self.rank
-        # A rank that only contributes gives a copy: backends and trees use the tensor as scratch space.
         buffer = plain(x)
         if receives:
             mark_changed(x)
-        elif buffer is x:
+        elif buffer is x and (call.algorithm == "native" or any(r.receives for r in self._plan(call, x.numel())[0])):
+            # A rank that only contributes gives a copy: backends, and the branches of trees, use it as scratch space.
             buffer = x.clone()
         wire, wire_op = on_the_wire(buffer, op)
 
