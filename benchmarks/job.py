@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 from benchmarks.work import Work
 from engine.errors import EngineError
 
-_GRACE = 45.0  # seconds for torchrun to end its ranks, which have sessions of their own; it kills them after 30
+_GRACE = 5.0  # seconds that torchrun gets to end its ranks
+_LOST_A_PEER = r"Connection (reset|closed)|CommunicationError|failed after \d+\.\d s"
 
 
 class JobError(EngineError):
@@ -65,21 +68,47 @@ def cause(log: str) -> str:
     ]
     errors = [each for each in errors if "torch.distributed.elastic" not in each[1]]
     first = failed[-1][0] if failed else None  # torchrun lists the root cause last
-    own = [text for rank, text in errors if rank == first]
-    if own:
-        return f"rank {first}: {own[0]}"
+    # What a rank says that lost its peer is no cause.
+    errors.sort(key=lambda each: (re.search(_LOST_A_PEER, each[1]) is not None, each[0] != first))
     if errors:
         return f"rank {errors[0][0]}: {errors[0][1]}"
     return f"rank {first} ended with exit code {failed[-1][1]}" if failed else "it said nothing"
 
 
-def end(process: subprocess.Popen[bytes]) -> None:
-    """End torchrun, which ends its ranks."""
+def end(process: subprocess.Popen[Any]) -> None:
+    """End torchrun and its ranks, which have sessions of their own: by asking, then by force. By their ids."""
     if process.poll() is not None:
         return
+    ranks = _descendants(process.pid)
     process.send_signal(signal.SIGTERM)
     try:
         process.wait(_GRACE)
     except subprocess.TimeoutExpired:
+        ranks |= _descendants(process.pid)
         process.kill()
         process.wait()
+    for pid, started in ranks.items():
+        if _started(pid) == started:  # not another process with the id of one that has ended
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+    while any(_started(pid) == started for pid, started in ranks.items()):
+        time.sleep(0.01)
+
+
+def _descendants(pid: int) -> dict[int, str]:
+    """Return the processes below `pid`, each with its start time. Linux only; elsewhere none is found."""
+    found: dict[int, str] = {}
+    for children in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            for child in map(int, children.read_text().split()):
+                found |= {child: _started(child), **_descendants(child)}
+    return found
+
+
+def _started(pid: int) -> str:
+    """Return the start time of a process, in ticks (proc_pid_stat(5), field 22); empty when it has ended."""
+    try:
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "" if state == "Z" else fields[18]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -40,6 +41,14 @@ def killed(work: Work, device: torch.device) -> Any:
 
 def hang(_work: Work, _device: torch.device) -> Any:
     return lambda _ids: threading.Event().wait()
+
+
+def stubborn(work: Work, device: torch.device) -> Any:
+    """Hangs, will not be asked to end, and leaves its process id in the working folder."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    folder = Path(os.environ["STUBBORN_FOLDER"])
+    (folder / str(os.getpid())).touch()
+    return hang(work, device)
 
 
 def other_loss(work: Work, device: torch.device) -> Any:

@@ -284,7 +284,9 @@ def test_a_corrupted_collective_is_found_and_a_slower_run_too(
         ("all_gather", True, "native"): 1, ("all_gather", True, "chosen"): 1,
         ("all_reduce", True, "native"): 0, ("all_reduce", True, "chosen"): 0,
     }  # fmt: skip
-    assert [row["note"] for row in rows if row["algorithm"] == "chosen"] == ["took pairwise"] * 2 + ["took halving_doubling"]
+    assert [row["note"] for row in rows if row["algorithm"] == "chosen"] == ["took pairwise"] * 2 + [
+        "took halving_doubling"
+    ]
     shown = capfd.readouterr()
     assert "error: all_gather native float32 1024 B out of place: 1 elements are wrong" in shown.err
     assert "3 of 6 rows are in the baseline; slower by more than 10%: 3" in shown.out

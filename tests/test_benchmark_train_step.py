@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,8 @@ def test_the_cause_is_what_the_rank_that_failed_first_says() -> None:
     log += "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: \nFailures:\n[1]:\n"
     log += failure(0, 1) + "Root Cause (first observed failure):\n[0]:\n" + failure(1, 1)
     assert cause(log) == "rank 1: ValueError: too small"
+    lost = "[rank0]: RuntimeError: Connection reset by peer\n[rank1]: ValueError: too small\nRoot Cause:\n"
+    assert cause(lost + failure(0, 1)) == "rank 1: ValueError: too small"
 
 
 def test_a_killed_rank_is_the_cause_whatever_the_others_say_and_torchrun_ended() -> None:
@@ -148,16 +151,16 @@ def test_comparison_shows_seconds_ratios_and_what_came_and_went() -> None:
 
 def test_a_run_writes_tables_numbers_and_a_picture(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     json_file, picture = tmp_path / "run.json", tmp_path / "run.png"
-    command = ["--layout", "data=2", "--accumulation", "2", "--peers", "plain,ddp,zero1,fsdp2", *SMALL_RUN]
+    command = ["--layout", "data=2", "--accumulation", "2", "--peers", "ddp,zero1,fsdp2", *SMALL_RUN]
     assert main([*command, "--json", str(json_file), "--plot", str(picture)]) == 0
     shown = capfd.readouterr().out
-    for word in ("engine", "plain", "ddp", "zero1", "fsdp2", "bound: one process alone", "bound: no communication"):
+    for word in ("engine", "ddp", "zero1", "fsdp2", "bound: one process alone", "bound: no communication"):
         assert word in shown
     assert picture.read_bytes().startswith(b"\x89PNG")
     document = json.loads(json_file.read_text())
     assert {"date", "command", "versions", "hardware", "cores"} <= document["meta"].keys()
     systems = {each["system"]: each for each in document["cases"][0]["systems"]}
-    assert [len(each["seconds"]) for each in systems.values()] == [2] * 7
+    assert [len(each["seconds"]) for each in systems.values()] == [2] * 6
     assert all(each["losses"][-1] < each["losses"][0] for each in systems.values() if each["losses"])
     assert all(each["memory_mib"] > 50 for each in systems.values() if each["losses"])
     assert main([*command[:4], *SMALL_RUN, "--compare", str(json_file)]) == 0
@@ -169,31 +172,51 @@ def test_peers_of_the_other_axes_do_the_same_work(layout: str, peer: str) -> Non
     assert main(["--layout", layout, "--peers", peer, *SMALL_RUN]) == 0
 
 
-@pytest.mark.parametrize(
-    ("peer", "text"),
-    [
-        ("crash", "crash failed: rank 1: RuntimeError: the planted crash of rank 1"),
-        ("killed", "killed failed: rank 1 was ended by signal 9 (SIGKILL)"),
-        ("other_loss", "other_loss does other work than this engine: its loss of step 1 is"),
-        ("no_all_reduce", "no_all_reduce does other work than this engine: its loss of step 2 is"),
-        ("half_gradients", "half_gradients does other work than this engine: its loss of step"),
-        ("untrained_norms", "untrained_norms does other work than this engine: its loss of step"),
-    ],
-)
-def test_a_broken_peer_makes_the_run_fail(
-    peer: str, text: str, capfd: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_crashing_peer_makes_the_run_fail(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     json_file = tmp_path / "run.json"
-    command = ["--layout", "data=2", "--peers", f"tests.bench_peers:{peer}", *SMALL_RUN, "--json", str(json_file)]
+    command = ["--layout", "data=2", "--peers", "tests.bench_peers:crash", *SMALL_RUN, "--json", str(json_file)]
     assert main(command) == 1
-    assert f"error: tests.bench_peers:{text}" in capfd.readouterr().err
+    text = "error: tests.bench_peers:crash failed: rank 1: RuntimeError: the planted crash of rank 1; log: "
+    assert text in capfd.readouterr().err
     assert not json_file.exists()
 
 
-def test_a_job_that_hangs_ends_at_its_limit(tmp_path: Path) -> None:
-    work = Work(Layout(data=2), parse_model(TINY), limit=6)
-    with pytest.raises(JobError, match=r"tests.bench_peers:hang ran past its limit of 6 s \(--limit\)"):
-        run_job("tests.bench_peers:hang", work, 2, tmp_path)
+SMALL_WORK = Work(Layout(data=2), parse_model(TINY), steps=2, warm_up=1, limit=100)
+
+
+def test_a_killed_rank_is_named(tmp_path: Path) -> None:
+    with pytest.raises(JobError, match=r"killed failed: rank 1 was ended by signal 9 \(SIGKILL\)"):
+        run_job("tests.bench_peers:killed", SMALL_WORK, 2, tmp_path)
+
+
+@pytest.fixture(scope="module")
+def engine_losses(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    losses: list[float] = run_job("engine", SMALL_WORK, 2, tmp_path_factory.mktemp("engine"))["losses"]
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("peer", "step"),
+    [("other_loss", "1"), ("no_all_reduce", "2"), ("half_gradients", r"\d"), ("untrained_norms", r"\d")],
+)
+def test_other_work_shows_in_the_losses(engine_losses: list[float], peer: str, step: str, tmp_path: Path) -> None:
+    losses = run_job(f"tests.bench_peers:{peer}", SMALL_WORK, 2, tmp_path)["losses"]
+    with pytest.raises(LossError, match=f"{peer} does other work than this engine: its loss of step {step} is"):
+        check_losses(peer, losses, engine_losses, 1e-4)
+
+
+def test_a_job_that_hangs_ends_at_its_limit_and_leaves_no_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "pids"
+    folder.mkdir()
+    monkeypatch.setenv("STUBBORN_FOLDER", str(folder))
+    work = replace(SMALL_WORK, limit=8)
+    with pytest.raises(JobError, match=r"tests.bench_peers:stubborn ran past its limit of 8 s \(--limit\)"):
+        run_job("tests.bench_peers:stubborn", work, 2, tmp_path)
+    ranks = list(folder.iterdir())
+    assert len(ranks) == 2
+    assert not [rank for rank in ranks if Path("/proc", rank.name).exists()]
 
 
 @pytest.mark.parametrize(
