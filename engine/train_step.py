@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from engine.comm.checks import fingerprint
 from engine.comm.mesh import Mesh
 from engine.device import exact_dtype, random_stream, stream_seed
 from engine.errors import LayoutError, UsageError
@@ -98,10 +99,13 @@ class TrainStep:
         **kwargs. Inside, torch's generators run on a stream of (seed, data rank, stage, step); afterwards they are as
         before.
 
-        Raises LayoutError for rows that do not divide by the microbatches, UsageError for a loss without a gradient.
+        Raises LayoutError for rows that do not divide by the microbatches, UsageError for a loss without a gradient and,
+        with `mesh.checks`, for rows that are not equal on all tensor and pipeline ranks.
         """
         if torch.is_inference_mode_enabled():
             raise UsageError("a training step inside torch.inference_mode() would have no gradients: leave it first")
+        if self.mesh.checks:
+            self._check_rows(inputs, targets)
         batches = self._even_microbatches(inputs, targets)
         self.optimizer.zero_grad()
         sums = self._no_sums()
@@ -221,6 +225,13 @@ class TrainStep:
             stream_seed(purpose, self.mesh.seed, here.data, here.pipeline, self._steps), self.mesh.device
         ):
             yield
+
+    def _check_rows(self, inputs: Any, targets: Any) -> None:
+        """Refuse rows that differ between the tensor and pipeline ranks of one data rank. With `mesh.checks` only."""
+        found: list[str] = []
+        _map((inputs, targets), lambda x: found.append(fingerprint(x)))
+        for comm in (self.mesh.tensor, self.mesh.pipeline):
+            comm.check_equal("the batch given to TrainStep, which all tensor and pipeline ranks share,", found)
 
     def _even_microbatches(self, inputs: Any, targets: Any) -> list[Microbatch]:
         rows = _rows(inputs, targets)

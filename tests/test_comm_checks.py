@@ -17,6 +17,7 @@ import torch.distributed as dist
 import engine
 from engine import Layout
 from engine.errors import EngineError
+from engine.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from tests.world import World
 
 ROOT = Path(__file__).parent.parent
@@ -31,8 +32,9 @@ def text_of(call: Any) -> str:
 
 
 def open_checked(rank: int, size: int, store: str, **options: Any) -> engine.Mesh:
+    layout = options.pop("layout", Layout(data=size))
     return engine.init(
-        Layout(data=size), device="cpu", store=dist.FileStore(store, size), rank=rank, world_size=size,
+        layout, device="cpu", store=dist.FileStore(store, size), rank=rank, world_size=size,
         **{"checks": True, "timeout": 20.0, **options},
     )  # fmt: skip
 
@@ -55,6 +57,14 @@ def differ(rank: int, size: int, store: str, case: str) -> tuple[str, float]:
             "object": lambda: comm.broadcast_object(1, 0) if odd else comm.barrier(),
             "gather": lambda: comm.gather(torch.ones(4), 0 if odd else 1),
         }
+        calls["empty"] = lambda: comm.all_reduce(torch.ones(0 if odd else 4))
+        calls["indivisible"] = lambda: comm.reduce_scatter(torch.ones(5 if odd else 6))
+        calls["unreducible"] = lambda: comm.all_reduce(torch.ones(4, dtype=torch.int16 if odd else torch.float32))
+        first, second = torch.ones(4), torch.ones(2, 2)
+        calls["order"] = lambda: [comm.all_reduce(each) for each in ((second, first) if odd else (first, second))]
+        if case == "order":
+            comm.all_reduce(torch.ones(3))
+            comm.barrier()
         started = time.monotonic()
         text = text_of(calls[case])
         seconds = time.monotonic() - started
@@ -72,7 +82,11 @@ def differ(rank: int, size: int, store: str, case: str) -> tuple[str, float]:
         ("operation", ["all_reduce(sum) of float32 (4,)", "broadcast of float32 (4,) with src 0"]),
         ("algorithm", ["by pairwise", "by ring"]),
         ("wire", ["all_reduce(sum) of float32 (4,) by", "as torch.bfloat16"]),
-        ("object", ["broadcast_object with src 0", "all_reduce(max) of int32 ()"]),
+        ("object", ["broadcast_object with src 0", "barrier(max) of int32 ()"]),
+        ("empty", ["of float32 (4,)", "of float32 (0,)"]),
+        ("indivisible", ["reduce_scatter(sum) of float32 (6,)", "reduce_scatter(sum) of float32 (5,)"]),
+        ("unreducible", ["of float32 (4,)", "of int16 (4,)"]),
+        ("order", ["call 4 is all_reduce(sum) of float32 (4,)", "call 4 is all_reduce(sum) of float32 (2, 2)"]),
         ("gather", ["gather of float32 (4,) with dst 0", "with dst 1"]),
     ],
 )
@@ -128,6 +142,49 @@ def test_checks_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> No
             assert mesh.checks is on
     with engine.init(Layout(), device="cpu", checks=True) as mesh:
         assert mesh.checks
+
+
+def train_with(rank: int, size: int, store: str, case: str) -> str:
+    with open_checked(rank, size, store, layout=Layout(pipeline=2, tensor=2)) as mesh:
+        specs = [engine.LayerSpec(Layer, mesh.tensor) for _ in range(2)]
+        model = engine.PipelineModel(specs, mesh)
+        if case == "initialised":
+            torch.manual_seed(0)
+            for parameter in model.parameters():
+                torch.nn.init.normal_(parameter)
+        rows = torch.ones(4, 4) + (rank if case == "rows" else 0)
+
+        def train() -> None:
+            optimizer = engine.zero.ZeroOptimizer(model, torch.optim.SGD, mesh, lr=0.1)
+            step = engine.TrainStep(model, optimizer, lambda y, t: ((y - t).square().sum(), 1), mesh, microbatches=2)
+            for _ in range(2):
+                step(rows, rows)
+            step.evaluate(rows, rows)
+
+        return text_of(train)
+
+
+class Layer(torch.nn.Module):
+    def __init__(self, tensor: engine.Communicator) -> None:
+        super().__init__()
+        self.up = ColumnParallelLinear(4, 8, tensor)
+        self.down = RowParallelLinear(8, 4, tensor)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(x).relu())
+
+
+@pytest.mark.parametrize(
+    ("case", "text"),
+    [
+        ("right", "no error"),
+        ("rows", "the batch given to TrainStep, which all tensor and pipeline ranks share, differs over axis 'tensor'"),
+        ("initialised", "is cut over the tensor axis, but its shards are equal on all 2 ranks"),
+    ],
+)
+def test_training_with_checks(world: World, case: str, text: str) -> None:
+    for found in world.run(4, train_with, case, mesh=False):
+        assert text in found
 
 
 # ---- hangs, without checks ---------------------------------------------------------------------------------------

@@ -67,6 +67,12 @@ def test_a_forced_algorithm_holds_where_an_operation_has_it() -> None:
     [
         ("{", "cannot be used: JSONDecodeError"),
         ("[]", "cannot be used: TypeError"),
+        ('{"version": true, "rows": []}', "version is a number, rows a list"),
+        ('{"version": 1, "rows": {}}', "version is a number, rows a list"),
+        (
+            '{"version": 1, "rows": [{"op": "reduce", "size": 2, "hosts": 1, "up_to": 1e999, "algorithm": "tree"}]}',
+            "cannot be used: OverflowError",
+        ),
         ('{"version": 9, "rows": []}', "is of version 9, this engine reads 1"),
         ('{"version": 1, "rows": [{"op": "all_reduce"}]}', "cannot be used: KeyError"),
         (
@@ -136,3 +142,11 @@ def test_the_file_is_plain_json(tmp_path: Path) -> None:
     assert document["version"] == 1
     assert document["meta"] == {"torch": "2.13"}
     assert document["rows"][2] == {"op": "all_reduce", "size": 2, "hosts": 1, "up_to": None, "algorithm": "ring"}
+
+
+def test_an_unknown_transport_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UsageError, match=r"transport='torhc' \(did you mean 'torch'\?\): choose torch"):
+        engine.init(Layout(), device="cpu", transport="torhc")
+    monkeypatch.setenv("ENGINE_TRANSPORT", "udp")
+    with pytest.raises(UsageError, match="transport='udp': choose torch"):
+        engine.init(Layout(), device="cpu")

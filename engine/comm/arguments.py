@@ -74,7 +74,7 @@ def check_reduction(label: object, x: Tensor, op: str, device: torch.device, dty
 
 def check_peer(label: object, peer: int, size: int, word: str) -> None:
     """Refuse a rank outside the group."""
-    if not 0 <= peer < size:
+    if not isinstance(peer, int) or not 0 <= peer < size:
         raise UsageError(
             f"{label}: {word}={peer} is outside the group: its ranks are 0 to {size - 1}, positions inside the group"
         )

@@ -18,7 +18,7 @@ from engine.comm.algorithms.plan import Hosts, Plan, block
 from engine.comm.algorithms.run import Messenger, Running, writes_only
 from engine.comm.arguments import check_reduction, check_tensors
 from engine.comm.call import Call
-from engine.comm.checks import check_call, check_messages
+from engine.comm.checks import check_call
 from engine.comm.choice import OPERATIONS, Choice, Thresholds, algorithms_of
 from engine.comm.ledger import Ledger, payload_bytes, wire_bytes
 from engine.comm.monitor import Monitor
@@ -72,6 +72,8 @@ class Channel:
         self._transport = transport
         self._messenger = None if transport is None else Messenger(transport)
         self._reducible = reducible(device)
+        # NCCL and HCCL ignore tags, so a header could be taken for a message there.
+        self._tagged = backend(device) == "gloo"
         self._planned = planned
         self._closed = False
         self._plans: dict[tuple[object, ...], tuple[Plan, bool]] = {}
@@ -103,10 +105,28 @@ class Channel:
     # ---- the life of a call ----------------------------------------------------------------------------------------
 
     def _call(
-        self, name: str, x: Tensor, writes: Sequence[Tensor] = (), op: str | None = None, peer: int | None = None
+        self,
+        name: str,
+        x: Tensor,
+        writes: Sequence[Tensor] = (),
+        op: str | None = None,
+        peer: int | None = None,
+        algorithm: str | None = None,
+        wire_dtype: torch.dtype | None = None,
     ) -> Call:
-        """Return the record of a call on `x`, after checking the tensors and the reduction."""
+        """Return the record of a call on `x`, after checking the tensors and the reduction.
+
+        With `checks`, the ranks compare their calls first: what one rank alone would refuse, or has nothing to send
+        for, is then an error on all.
+        """
         call = Call(self._label, name, x, op, peer)
+        call.wire_dtype = wire_dtype
+        if self._checks:
+            self._compare(call, algorithm)
+        if algorithm is not None and algorithm not in algorithms_of(name):
+            known = algorithms_of(name)
+            hint = did_you_mean(algorithm, known)
+            raise UsageError(f"{call}: unknown algorithm {algorithm!r}{hint}: choose {', '.join(known)}")
         in_place = len(writes) == 1 and writes[0] is x
         check_tensors(call, () if in_place else (x,), writes, self.device)
         if op is not None:
@@ -123,10 +143,6 @@ class Channel:
                 if nbytes <= limit:
                     algorithm = name
                     break
-        elif algorithm not in algorithms_of(call.name):
-            known = algorithms_of(call.name)
-            hint = did_you_mean(algorithm, known)
-            raise UsageError(f"{call}: unknown algorithm {algorithm!r}{hint}: choose {', '.join(known)}")
         assert algorithm is not None  # the last threshold is for any size
         call.algorithm = algorithm
         return algorithm
@@ -170,8 +186,6 @@ class Channel:
         self.current = call
         self.since = started = time.perf_counter()
         try:
-            if self._checks:
-                buffers = (buffers, self._compare(call, transport))
             works = start(transport)
             if not async_op:
                 transport.wait(works)
@@ -184,7 +198,7 @@ class Channel:
 
     def _wait(self, call: Call, works: Works, started: float) -> None:
         transport = self._live(call)
-        self.current = call
+        self.current, self.since = call, started
         try:
             transport.wait(works)
         except RuntimeError as error:
@@ -194,16 +208,21 @@ class Channel:
     def _end(self, call: Call, started: float) -> None:
         call.done = True
         if self._ledger.on:
-            payload, wire = payload_bytes(call, self.size), wire_bytes(call, self.rank, self.size, self.hosts)
+            payload = payload_bytes(call, self.size)
+            wire = wire_bytes(call, self.rank, self.size, lambda count: self._plan(call, count)[0])
             self._ledger.add(self.name, call.name, payload, wire, time.perf_counter() - started)
 
-    def _compare(self, call: Call, transport: TorchTransport) -> object:
-        """Compare the call with the other ranks'."""
-        if call.messages is None:
-            check_call(call, transport, self.device)
-            return None
-        # NCCL and HCCL ignore tags, so a header could be taken for a message there.
-        return check_messages(call, transport, *call.messages) if self.device.type == "cpu" else None
+    def _compare(self, call: Call, algorithm: str | None = None) -> None:
+        """Compare the call with the other ranks', where there are any."""
+        if self._transport is None or self._closed:
+            return
+        started = time.perf_counter()
+        call.sequence = self.sequence + 1
+        self.current, self.since = call, started
+        try:
+            check_call(call, algorithm or "the table's choice", self._transport, self.device)
+        except RuntimeError as error:
+            raise self._failure(call, error, started) from error
 
     def _local(self, result: _R, async_op: bool) -> _R | Work:
         """Hand back what a group of one, or an empty tensor, gives without sending."""

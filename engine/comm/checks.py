@@ -6,10 +6,10 @@ end in a time-out, an abort of the process, or wrong numbers, whatever the backe
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,12 +24,12 @@ _WIDTH = 768  # bytes of what a rank says of its call
 HEADER_TAG = (1 << 20) + 1
 
 
-def check_call(call: Call, transport: TorchTransport, device: torch.device) -> None:
+def check_call(call: Call, algorithm: str, transport: TorchTransport, device: torch.device) -> None:
     """Compare `call` over the group. Raises UsageError on every rank, with each side's source line.
 
     The line is reported and not compared: a root and its receivers may call from different branches.
     """
-    spoken = [call.sequence, call.describe(), call.algorithm]
+    spoken = [call.sequence, call.describe(), algorithm]
     heard = _share(json.dumps([spoken, source_line(sys._getframe(1))]), transport, device)
     sayings = [json.loads(text) for text in heard]
     if all(each[0] == sayings[0][0] for each in sayings):
@@ -47,26 +47,50 @@ def check_call(call: Call, transport: TorchTransport, device: torch.device) -> N
     )
 
 
-def check_messages(
-    call: Call, transport: TorchTransport, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]
-) -> list[Any]:
-    """Send a header before every message, and compare what arrives with what is expected. Raises UsageError on the
-    receiving rank. Returns what must be waited for later.
+class CheckedExchange:
+    """Messages that carry their dtype and shape before them, so that a receiver refuses what does not fit.
+
+    Everything is sent at once; a message is received only once its header has been compared, in `wait`.
     """
-    line = source_line(sys._getframe(1))
-    out = [(_encode(json.dumps([shape_of(x), line])), peer) for x, peer in sends]
-    into = [(torch.empty(_WIDTH, dtype=torch.uint8), peer) for _, peer in receives]
-    works = transport.exchange(out, into, HEADER_TAG)
-    for work in works[len(out) :]:
-        work.wait()
-    for (x, peer), (header, _) in zip(receives, into, strict=True):
-        shape, theirs = json.loads(_decode(header))
-        if shape != shape_of(x):
-            raise UsageError(
-                f"{call}: rank {peer} (global {transport.ranks[peer]}) sends {shape} at {theirs}, but this rank "
-                f"receives it into {shape_of(x)} at {line}: both sides must agree on dtype and shape"
-            )
-    return [*works[: len(out)], *out]
+
+    def __init__(
+        self,
+        call: Call,
+        transport: TorchTransport,
+        sends: Sequence[tuple[Tensor, int]],
+        receives: Sequence[tuple[Tensor, int]],
+    ) -> None:
+        self._call, self._transport, self._receives = call, transport, receives
+        self._line = source_line(sys._getframe(1))
+        self._headers = [(torch.empty(_WIDTH, dtype=torch.uint8), peer) for _, peer in receives]
+        own = [(_encode(json.dumps([shape_of(x), self._line])), peer) for x, peer in sends]
+        works = transport.exchange(own, self._headers, HEADER_TAG)
+        self._arriving = works[len(own) :]
+        self._sent = [*works[: len(own)], *transport.exchange(sends, [])]
+        self._kept = (own, sends)
+
+    def wait(self) -> None:
+        """Raises UsageError on the receiving rank for a message that does not fit; its sender ends with an error when
+        the receiver leaves, or at the time limit.
+        """
+        works = []
+        for work, (header, peer), (x, _) in zip(self._arriving, self._headers, self._receives, strict=True):
+            work.wait()
+            shape, theirs = json.loads(_decode(header))
+            if shape != shape_of(x):
+                raise UsageError(
+                    f"{self._call}: rank {peer} (global {self._transport.ranks[peer]}) sends {shape} at {theirs}, but "
+                    f"this rank receives it into {shape_of(x)} at {self._line}: dtype and shape must be the same"
+                )
+            works += self._transport.exchange([], [(x, peer)])
+        for work in (*works, *self._sent):
+            work.wait()
+
+
+def fingerprint(x: Tensor) -> str:
+    """Return dtype, shape and a digest of the values of `x`: equal for equal tensors."""
+    data = x.detach().cpu().resolve_conj().resolve_neg().contiguous().flatten().view(torch.uint8)
+    return f"{shape_of(x)} {hashlib.sha256(bytes(data.untyped_storage())).hexdigest()[:16]}"
 
 
 def _share(text: str, transport: TorchTransport, device: torch.device) -> list[str]:

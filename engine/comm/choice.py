@@ -90,8 +90,10 @@ def read_choice(path: str | Path, forced: str | None = None) -> Choice:
     try:
         document = json.loads(Path(path).read_text())
         version = document["version"]
+        if not isinstance(document.get("rows"), list) or isinstance(version, bool):
+            raise TypeError("version is a number, rows a list")
         table = _table(document["rows"]) if version == VERSION else {}
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, ArithmeticError) as error:
         raise UsageError(
             f"tuning file {path} cannot be used: {error!r}: make it anew with "
             f"`python -m benchmarks.collectives --tune --out {path}`, or leave it out to take the built-in rules"
@@ -120,6 +122,8 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> dict[Key, Thresholds]:
         found.setdefault(key, []).append(threshold)
     for key, thresholds in found.items():
         thresholds.sort()
+        if len({limit for limit, _ in thresholds}) < len(thresholds) or thresholds[0][0] < 0:
+            raise ValueError(f"the rows of {key} have an up_to twice, or below 0")
         if thresholds[-1][0] != _ANY:
             raise ValueError(f"no row of {key} holds for any size (up_to: null)")
     return {key: tuple(thresholds) for key, thresholds in found.items()}

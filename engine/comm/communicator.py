@@ -100,7 +100,7 @@ class Communicator(Messages):
         u = 2**-8 for bf16 and 2**-11 for fp16, and the ranks' values cut into chunks of 4096, each result is off by at
         most u times (the sum over ranks of the chunk's largest magnitude + that of the result), to first order.
         """
-        call = self._call("all_reduce", x, (x,), op)
+        call = self._call("all_reduce", x, (x,), op, None, algorithm, wire_dtype)
         if wire_dtype is not None:
             self._check_wire(call, wire_dtype, algorithm)
             return self._in_place(
@@ -118,7 +118,7 @@ class Communicator(Messages):
     def broadcast(self, x: Tensor, src: int, *, algorithm: str | None = None, async_op: Literal[True]) -> Work: ...
     def broadcast(self, x: Tensor, src: int, *, algorithm: str | None = None, async_op: bool = False) -> Tensor | Work:
         """Fill `x` on every rank with the values of rank `src`; returns it. Any dtype."""
-        call = self._call("broadcast", x, (x,), peer=src)
+        call = self._call("broadcast", x, (x,), peer=src, algorithm=algorithm)
         check_peer(call, src, self.size, "src")
         if self.size == 1 or x.numel() == 0:
             return self._local(x, async_op)
@@ -145,7 +145,7 @@ class Communicator(Messages):
         self, x: Tensor, dst: int, op: Op = "sum", *, algorithm: str | None = None, async_op: bool = False
     ) -> Tensor | Work:
         """Reduce `x` over the group into rank `dst`'s tensor; the others' stay as they were. Returns `x`."""
-        call = self._call("reduce", x, (x,), op, dst)
+        call = self._call("reduce", x, (x,), op, dst, algorithm)
         check_peer(call, dst, self.size, "dst")
         if self.size > 1 and self._choose(call, x.numel() * x.element_size(), algorithm, async_op) != "native":
             return self._in_place(call, async_op, lambda _, wire, wire_op: self._planned_run(call, flat(wire), wire_op))
@@ -194,7 +194,7 @@ class Communicator(Messages):
         size at `dim`; it may be this rank's part of `x`. `x` is otherwise unchanged. wire_dtype: as in `all_reduce`,
         without the rounding of the sum. Raises LayoutError for a dim that does not divide.
         """
-        call = self._call("reduce_scatter", x, () if out is None else (out,), op)
+        call = self._call("reduce_scatter", x, () if out is None else (out,), op, None, algorithm, wire_dtype)
         if wire_dtype is not None:
             self._check_wire(call, wire_dtype, algorithm)
         dim = check_dim(call, x, dim)
@@ -257,7 +257,7 @@ class Communicator(Messages):
         `x`: the same shape on every rank. `out`: shape of `x` with size * x.shape[dim] at `dim`; `x` may be this
         rank's part of it.
         """
-        call = self._call("all_gather", x, () if out is None else (out,))
+        call = self._call("all_gather", x, () if out is None else (out,), algorithm=algorithm)
         dim = check_dim(call, x, dim)
         shape = list(x.shape)
         shape[dim] *= self.size
@@ -315,16 +315,17 @@ class Communicator(Messages):
 
     def barrier(self) -> None:
         """Return once every rank of the group has called."""
-        self.any(False)
+        self._agree("barrier", False)
 
     def any(self, flag: bool) -> bool:
         """Return whether `flag` is true on at least one rank of the group."""
-        box = torch.tensor(int(flag), dtype=torch.int32, device=self.device)
-        return bool(self.all_reduce(box, "max", algorithm="native").item())
+        return self._agree("any", flag)
 
     def broadcast_object(self, value: Any, src: int) -> Any:
         """Return rank `src`'s `value` (picklable; ignored elsewhere) on every rank."""
         call = Call(self._label, "broadcast_object", None, None, src)
+        if self._checks:
+            self._compare(call)
         check_peer(call, src, self.size, "src")
         if self.size == 1:
             return value
@@ -385,6 +386,14 @@ class Communicator(Messages):
 
         return self._run(call, lambda t: start(t, wire, wire_op), finish, (x, buffer, wire), async_op)
 
+    def _agree(self, name: str, flag: bool) -> bool:
+        """Return whether `flag` is true anywhere, as a call named `name`."""
+        box = torch.tensor(int(flag), dtype=torch.int32, device=self.device)
+        if self.size == 1:
+            return flag
+        call = self._call(name, box, (box,), "max")
+        return bool(self._run(call, lambda t: t.all_reduce(box, "max"), box.item, box, False))
+
     def _planned_run(self, call: Call, vector: Tensor, op: str) -> Works:
         """Start the call's plan over the flat vector that it changes."""
         plan, _ = self._plan(call, vector.numel())
@@ -433,7 +442,6 @@ class Communicator(Messages):
             )
         if algorithm is not None:
             raise UsageError(f"{call}: wire_dtype has an algorithm of its own: leave algorithm={algorithm!r} out")
-        call.wire_dtype = wire
 
 
 def _around(text: str, other: str, width: int = 160) -> str:

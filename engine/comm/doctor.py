@@ -1,11 +1,9 @@
 """`python -m engine.comm.doctor`: is this machine fit for the engine, and if not, what to change.
 
-Not a benchmark, and it looks at one host only. This file imports the standard library alone; torch is looked at in
-child processes with a time limit, so whatever it does is a finding. But `-m` imports the package `engine` first, and
-that imports torch: where `import torch` itself fails (torch_npu without CANN: torch loads installed backends by
-itself), `-m` ends in torch's traceback before this file runs. There, start it by path (`python engine/comm/doctor.py`),
-or set TORCH_DEVICE_BACKEND_AUTOLOAD=0 for the doctor. Facts about torch_npu and CANN are from COMPATIBILITY.md of
-Ascend/pytorch and from torch_npu's sources; they were not run on an NPU.
+Not a benchmark, and it looks at one host only. This file, and the packages above it, import the standard library alone:
+torch is looked at in child processes with a time limit, so whatever it does is a finding, also where `import torch`
+itself fails (torch_npu without CANN: torch loads installed backends by itself). Facts about torch_npu and CANN are from
+COMPATIBILITY.md of Ascend/pytorch and from torch_npu's sources; they were not run on an NPU.
 """
 
 from __future__ import annotations

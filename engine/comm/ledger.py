@@ -3,16 +3,17 @@
 payload: bytes of the whole vector of an operation, as nccl-tests counts them: of an all-gather's result, of a
 reduce-scatter's input, else of the tensor; of messages, those that this rank sends. wire: bytes that this rank sends:
 exactly, where the engine sends the messages itself, else what the ring that backends use sends, per rank on average.
+Objects (broadcast_object) count as calls only, and what the checks send is not counted.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
 
-from engine.comm.algorithms import plan_for
 from engine.comm.algorithms.compress import message_bytes
-from engine.comm.algorithms.plan import Hosts, block, elements_sent
+from engine.comm.algorithms.plan import Plan, block, elements_sent
 from engine.comm.call import Call
 
 
@@ -35,7 +36,7 @@ class Ledger:
         self.entries: dict[tuple[str, str], Entry] = {}
 
     def start(self) -> Ledger:
-        """Count from here on. Also as `with mesh.ledger.start(): ...`."""
+        """Count from here on. `with mesh.ledger: ...` counts inside the block."""
         self.on = True
         return self
 
@@ -48,7 +49,7 @@ class Ledger:
         self.entries.clear()
 
     def __enter__(self) -> Ledger:
-        return self
+        return self.start()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -96,8 +97,8 @@ def payload_bytes(call: Call, size: int) -> int:
     return own * size if call.name in ("all_gather", "gather", "scatter") else own
 
 
-def wire_bytes(call: Call, rank: int, size: int, hosts: Hosts) -> int:
-    """Return the bytes that this rank sends for a call."""
+def wire_bytes(call: Call, rank: int, size: int, plan_of: Callable[[int], Plan]) -> int:
+    """Return the bytes that this rank sends for a call. plan_of: its plan for a vector of so many elements."""
     payload = payload_bytes(call, size)
     if call.messages is not None or call.x is None:
         return payload
@@ -108,10 +109,8 @@ def wire_bytes(call: Call, rank: int, size: int, hosts: Hosts) -> int:
         part = payload // size
         return part * (size - 1) * root if call.name == "scatter" else part * (not root)
     if call.algorithm != "native":
-        count = payload // call.x.element_size()
-        plan = plan_for(call.name, call.algorithm, rank, size, count, call.peer or 0, hosts)
-        return elements_sent(plan) * call.x.element_size()
-    return (2 if call.name == "all_reduce" else 1) * (size - 1) * payload // size
+        return elements_sent(plan_of(payload // call.x.element_size())) * call.x.element_size()
+    return (2 if call.name in ("all_reduce", "any", "barrier") else 1) * (size - 1) * payload // size
 
 
 def _compressed_bytes(call: Call, rank: int, size: int) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from types import TracebackType
 
@@ -32,11 +33,12 @@ from engine.comm.ledger import Ledger
 from engine.comm.monitor import ADDRESS_BYTES, Monitor, reachable_interface
 from engine.comm.rendezvous import agree, find_ranks, this_host
 from engine.comm.transport import TorchTransport
-from engine.errors import UsageError
+from engine.errors import UsageError, did_you_mean
 from engine.layout import AXES, Axis, Coordinate, Layout
 
 # Groups are made and warmed in this order by all ranks.
 _ORDER: tuple[Axis, ...] = ("tensor", "data", "pipeline")
+_TRANSPORTS = ("torch",)
 
 
 class Mesh:
@@ -140,6 +142,7 @@ def init(
     init_timeout: float = 300.0,
     seed: int = 0,
     checks: bool | None = None,
+    transport: str | None = None,
     algorithm: str | None = None,
     tuning: str | os.PathLike[str] | None = None,
     host: str | None = None,
@@ -152,10 +155,11 @@ def init(
     layout: the axis sizes; data=-1 fills up. device: auto, cpu, cuda or npu. timeout: seconds that any collective may
     take. init_timeout: seconds to wait for all ranks to join. seed: seeds the layers of PipelineModel and the streams
     of TrainStep; torch's own generator is left alone. checks: compare every collective over its group before it runs;
-    None: as ENGINE_CHECKS=1 says. algorithm: take this one for every collective that has it; None: ENGINE_ALGORITHM.
-    tuning: a file of measured choices between algorithms; None: ENGINE_COMM_TUNING, or else built-in rules. host: a
-    name for the machine that this rank is on, by which hierarchical algorithms group ranks; None: found out. store,
-    rank, world_size: all three together replace torchrun's environment.
+    None: as ENGINE_CHECKS=1 says. transport: how bytes move, `torch` today; None: ENGINE_TRANSPORT. algorithm: take
+    this one for every collective that has it; None: ENGINE_ALGORITHM. tuning: a file of measured choices between
+    algorithms on gloo; None: ENGINE_COMM_TUNING, or else built-in rules. host: a name for the machine that this rank is
+    on, by which hierarchical algorithms group ranks; None: found out. store, rank, world_size: all three together
+    replace torchrun's environment.
 
     torch's default process group over the world is made, unless one exists: that one is then used, and left open by
     `close`. A layout of one process needs neither torchrun nor a group.
@@ -164,13 +168,7 @@ def init(
     missing or the ranks were started with different arguments, CommunicationError when not all ranks joined in time.
     All on every rank.
     """
-    if timeout <= 0 or init_timeout <= 0:
-        raise UsageError(f"timeout={timeout}, init_timeout={init_timeout}: both are seconds above 0")
-    if store is not None and dist.is_initialized():
-        raise UsageError(
-            "store= makes torch's default process group, but there is one already: leave store, rank and world_size "
-            "out to use that one, or destroy it first"
-        )
+    _check_arguments(timeout, init_timeout, host, store, transport)
     rank, world_size, store = find_ranks(layout, store, rank, world_size, init_timeout)
     checks = os.environ.get("ENGINE_CHECKS", "0") not in ("", "0") if checks is None else checks
     choice = _choice(algorithm, tuning)
@@ -202,24 +200,38 @@ def init(
     limit = timedelta(seconds=timeout)
     if store is not None:
         _open_world(store, rank, world_size, where, limit)
-    made: list[dist.ProcessGroup] = []
+    name = this_host() if host is None else host
+    return _open(layout, rank, where, seed, limit, name, Instruments(checks=checks, choice=choice), store is not None)
 
+
+def _open(
+    layout: Layout,
+    rank: int,
+    device: torch.device,
+    seed: int,
+    limit: timedelta,
+    host: str,
+    instruments: Instruments,
+    own_world: bool,
+) -> Mesh:
+    """Make the groups, the monitor and the mesh over torch's default group, and warm the groups up."""
+    made: list[dist.ProcessGroup] = []
     monitor: Monitor | None = None
 
     def close_groups() -> None:
         while made:
             dist.destroy_process_group(made.pop())
-        if store is not None:
+        if own_world:
             dist.destroy_process_group()
 
     try:
-        transports = _groups(layout, rank, limit, where, made)
-        world = _world_transport(world_size)
-        names = _share(this_host() if host is None else host, world, where)
+        transports = _groups(layout, rank, limit, device, made)
+        world = _world_transport(layout.world_size)
+        names = _share(host, world, device)
         monitor = Monitor(rank, reachable_interface(len(set(names)), os.environ.get("MASTER_ADDR")))
-        instruments = Instruments(monitor=monitor, checks=checks, choice=choice)
-        mesh = _mesh(layout, rank, where, seed, world, transports, close_groups, instruments=instruments, names=names)
-        monitor.watch((mesh.world, mesh.data, mesh.tensor, mesh.pipeline), _share(monitor.address, world, where))
+        instruments = replace(instruments, monitor=monitor)
+        mesh = _mesh(layout, rank, device, seed, world, transports, close_groups, instruments=instruments, names=names)
+        monitor.watch((mesh.world, mesh.data, mesh.tensor, mesh.pipeline), _share(monitor.address, world, device))
         for comm in (mesh.world, *(getattr(mesh, axis) for axis in _ORDER)):
             comm.barrier()
     except BaseException:
@@ -283,6 +295,24 @@ def _mesh(
         instruments=instruments,
     )
     return Mesh(layout, rank, device, seed, communicators, close_groups, instruments)
+
+
+def _check_arguments(
+    timeout: float, init_timeout: float, host: str | None, store: Store | None, transport: str | None
+) -> None:
+    if timeout <= 0 or init_timeout <= 0:
+        raise UsageError(f"timeout={timeout}, init_timeout={init_timeout}: both are seconds above 0")
+    if host is not None and not 0 < len(host.encode()) <= ADDRESS_BYTES:
+        raise UsageError(f"host={host!r}: a name of 1 to {ADDRESS_BYTES} bytes")
+    if store is not None and dist.is_initialized():
+        raise UsageError(
+            "store= makes torch's default process group, but there is one already: leave store, rank and world_size "
+            "out to use that one, or destroy it first"
+        )
+    transport = transport or os.environ.get("ENGINE_TRANSPORT") or "torch"
+    if transport not in _TRANSPORTS:
+        hint = did_you_mean(transport, _TRANSPORTS)
+        raise UsageError(f"transport={transport!r}{hint}: choose {', '.join(_TRANSPORTS)}")
 
 
 def _choice(algorithm: str | None, tuning: str | os.PathLike[str] | None) -> Choice:

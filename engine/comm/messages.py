@@ -10,6 +10,7 @@ from torch import Tensor
 from engine.comm.arguments import check_peer, mark_changed, overlap, plain, write
 from engine.comm.call import Call
 from engine.comm.channel import Channel
+from engine.comm.checks import CheckedExchange
 from engine.comm.work import Work
 from engine.errors import UsageError
 
@@ -133,7 +134,11 @@ class Messages(Channel):
         call.messages = (wire, arriving)
         return self._run(
             call,
-            lambda t: t.exchange(wire, arriving),
+            lambda t: (
+                [CheckedExchange(call, t, wire, arriving)]
+                if self._checks and self._tagged
+                else t.exchange(wire, arriving)
+            ),
             lambda: [x if buffer is x else write(x, buffer) for x, buffer, _ in into],
             (wire, into),
             async_op,

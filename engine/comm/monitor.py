@@ -81,7 +81,9 @@ class Monitor:
             elsewhere = [rank for rank in range(len(self._addresses)) if rank != self._rank][:_ASKED]
             list(pool.map(lambda rank: self._send(rank, {"notice": word}), elsewhere))
         elsewhere_failed = [rank for rank in self._notices if rank not in others][:4]
-        return "; ".join([*lines, *(f"rank {rank} {self._notices[rank]}" for rank in elsewhere_failed)])
+        left = channel.size - 1 - len(others)
+        lines += [f"rank {rank} {self._notices[rank]}" for rank in elsewhere_failed]
+        return "; ".join([*lines, *([f"{left} more ranks were not asked"] if left else [])])
 
     def _line(self, rank: int, answer: dict[str, Any] | str, channel: Channel) -> str:
         """Return what one rank does, seen from this one's failed call."""
@@ -119,8 +121,10 @@ class Monitor:
                 return answer
         except TimeoutError:
             return "does not answer: it is stopped, or its host is"
-        except (OSError, ValueError):
+        except (ConnectionError, ValueError):
             return "is gone: its process has ended, or has closed the mesh"
+        except OSError as error:
+            return f"cannot be reached at {host}:{port}: {error.strerror}"
 
     # ---- answering -------------------------------------------------------------------------------------------------
 
@@ -130,12 +134,12 @@ class Monitor:
                 peer, _ = self._socket.accept()
             except OSError:
                 return
-            with peer, contextlib.suppress(OSError, ValueError):
+            with peer, contextlib.suppress(Exception):  # whoever calls, and whatever it says, the thread goes on
                 if self._closing:
                     return
                 peer.settimeout(_ANSWER)
                 message = json.loads(_line_from(peer))
-                if message.get("token") == self._token:
+                if isinstance(message, dict) and message.get("token") == self._token:
                     peer.sendall(json.dumps(self._answer(message)).encode() + b"\n")
 
     def _answer(self, message: dict[str, Any]) -> dict[str, Any]:

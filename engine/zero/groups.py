@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from engine.comm.checks import fingerprint
 from engine.comm.mesh import Mesh
 from engine.errors import UsageError
-from engine.placement import StageModule, ties_of
+from engine.placement import Placement, StageModule, ties_of
 
 Named = tuple[str, nn.Parameter]
 # Their update of an element depends on other elements, or they need gradients that a bucket does not carry.
@@ -97,6 +98,23 @@ def check_same(
     others = [(name, tuple(b.shape)) for name, b in model.named_buffers()]
     for comm in (mesh.data, mesh.tensor):
         comm.check_equal("the model's parameters and their groups", (shapes, others))
+
+
+def check_shards(mesh: Mesh, placements: Mapping[str, Placement], named: Sequence[Named]) -> None:
+    """Refuse, on every rank, shards that are equal on all tensor ranks and not constant: the sign of a weight that was
+    initialised after it was cut, by equal generators. With `mesh.checks` only.
+    """
+    if mesh.tensor.size == 1 or mesh.planned:
+        return
+    shards = [(name, p) for name, p in named if placements[name].dim is not None and p.numel()]
+    own = {name: fingerprint(p) for name, p in shards}
+    others = [mesh.tensor.broadcast_object(own, rank) for rank in range(mesh.tensor.size)]
+    for name, p in shards:
+        if all(other[name] == own[name] for other in others) and bool((p != p.flatten()[0]).any()):
+            raise UsageError(
+                f"{name!r} is cut over the tensor axis, but its shards are equal on all {mesh.tensor.size} ranks: it was "
+                f"initialised after the cut; pass init= to the layer, which fills the full weight"
+            )
 
 
 def check_ties(mesh: Mesh, model: nn.Module, groups: Sequence[tuple[dict[str, Any], list[Named]]]) -> None:

@@ -21,7 +21,7 @@ from engine.comm.mesh import Mesh
 from engine.errors import UsageError
 from engine.placement import Tied, placements_of, ties_of
 from engine.zero.buckets import FlatBucket
-from engine.zero.groups import Named, check_classes, check_same, check_ties, named_groups, options_of
+from engine.zero.groups import Named, check_classes, check_same, check_shards, check_ties, named_groups, options_of
 from engine.zero.norm import clip_factor, global_norm
 from engine.zero.plan import ParameterInfo, plan_buckets
 from engine.zero.ties import share
@@ -79,6 +79,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
             if id(parameter) in names
         ]
         self._placements = placements_of(model)
+        if mesh.checks:
+            check_shards(mesh, self._placements, self._named)
         self._ties = _own_ties(model, self._named)
         _broadcast(model, self._placements, self._ties, mesh)
         infos = [

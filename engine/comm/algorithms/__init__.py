@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
 
 from engine.comm.algorithms import flat, hierarchical
 from engine.comm.algorithms.plan import Hosts, Plan
@@ -51,8 +50,7 @@ PLANS: dict[str, dict[str, Maker]] = {
 }
 
 
-@lru_cache(maxsize=4096)
 def plan_for(operation: str, algorithm: str, rank: int, size: int, count: int, root: int, hosts: Hosts) -> Plan:
-    """Return the plan of one rank, without rounds in which it is idle; made once for each kind of call."""
+    """Return the plan of one rank, without rounds in which it is idle."""
     plan = PLANS[operation][algorithm](rank, size, count, root, hosts)
     return tuple(each for each in plan if each.sends or each.receives)

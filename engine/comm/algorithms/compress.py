@@ -1,9 +1,10 @@
 """Sums whose messages travel in 16 bits: reduce-scatter and all-reduce with `wire_dtype`.
 
 A message is the values in bf16, or in fp16 with a power-of-two scale for every `CHUNK` of them, taken from the chunk's
-largest finite magnitude so that this lands in [2^14, 2^15): no finite fp32 value overflows, and what fp16 loses is
-relative to the chunk's largest value. inf and NaN travel as such. Sums are in fp32. Every contribution, the owner's own
-too, is rounded once on its way, and in an all-reduce the sum once more, so all ranks end with the same bits.
+largest finite magnitude so that this lands in [2^14, 2^15) (below it, for magnitudes under 2^-111): no finite fp32
+value overflows, and what fp16 loses is relative to the chunk's largest value. inf and NaN travel as such. float64
+values are taken to fp32 first. Sums are in fp32. Every contribution, the owner's own too, is rounded once on its way,
+and in an all-reduce the sum once more, so all ranks end with the same bits.
 """
 
 from __future__ import annotations

@@ -57,10 +57,10 @@ def ring_all_reduce(rank: int, size: int, count: int) -> Plan:
 
 
 def halving_doubling_all_reduce(rank: int, size: int, count: int) -> Plan:
-    """Recursive halving, then doubling: 2 log2(n) rounds, 2 (n - 1) / n S bytes, to partners at distances n/2 .. 1.
+    """Recursive halving, then doubling: 2 log2(p) rounds, 2 (p - 1) / p S bytes, to partners at distances p/2 .. 1.
 
-    With p the largest power of two up to n, rank p + i first gives all of its vector to rank i and gets the result of
-    it at the end: S bytes more for both, two rounds more.
+    p is the largest power of two up to n. Rank p + i only gives its vector to rank i and gets the result from it at the
+    end: S bytes each way, two rounds more.
     """
     paired = 1 << (size.bit_length() - 1)
     extra = size - paired
@@ -89,7 +89,7 @@ def halving_doubling_all_reduce(rank: int, size: int, count: int) -> Plan:
 
 
 def binomial_broadcast(rank: int, size: int, count: int, root: int) -> Plan:
-    """Who has the vector hands it on, twice as many in every round: log2(n) rounds, the root sends log2(n) S bytes."""
+    """Who has the vector hands it on, twice as many each round: ceil(log2 n) rounds; the root sends S bytes in each."""
     place, whole, plan = (rank - root) % size, (0, count), []
     distance = 1
     while distance < size:
@@ -117,7 +117,7 @@ def scatter_all_gather_broadcast(rank: int, size: int, count: int, root: int) ->
 
 
 def binomial_reduce(rank: int, size: int, count: int, root: int) -> Plan:
-    """The binomial broadcast backwards: log2(n) rounds; every rank but the root sends S bytes, once."""
+    """The binomial broadcast backwards: ceil(log2 n) rounds; every rank but the root sends S bytes, once."""
     place, whole, plan = (rank - root) % size, (0, count), []
     distance = 1 << ((size - 1).bit_length() - 1) if size > 1 else 0
     while distance:

@@ -57,8 +57,3 @@ def round_of(
 def elements_sent(plan: Plan) -> int:
     """Return how many elements the rank of this plan sends."""
     return sum(transfer.stop - transfer.start for each in plan for transfer in each.sends)
-
-
-def elements_scratch(plan: Plan) -> int:
-    """Return how many elements a rank must hold beside its vector: what a round receives to reduce."""
-    return max((sum(t.stop - t.start for t in each.receives) for each in plan if each.reduce), default=0)

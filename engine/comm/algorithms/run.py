@@ -1,13 +1,13 @@
 """Runs plans over a transport's messages. It decides nothing: the plan says who sends what to whom.
 
 The first round is started at once and the rest in `wait`, so a plan of one round flies while the caller computes. Each
-operation has a tag of its own, so several may be under way, and be waited for in any order.
+operation has a tag of its own, so on gloo several may be under way, and be waited for in any order; NCCL and HCCL
+ignore tags, and a forced algorithm must be waited for in the same order on every rank there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import cycle
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from engine.comm.algorithms.plan import Plan, Round
 from engine.comm.arguments import outside_autograd
 from engine.comm.transport import TorchTransport, Works
 
+_TAGS = 1 << 20
 _KEPT = 2  # scratch buffers that stay with a group between operations
 _COMBINE: dict[str, Callable[..., Tensor]] = {
     "sum": torch.add,
@@ -30,13 +31,15 @@ class Messenger:
 
     def __init__(self, transport: TorchTransport) -> None:
         self._transport = transport
-        # Never 0, which is point-to-point calls'; every rank starts the same operations in the same order.
-        self._tags = cycle(range(1, 1 << 20))
+        self._last_tag = 0
         self._free: list[Tensor] = []
 
     def tag(self) -> int:
-        """Return the next operation's tag."""
-        return next(self._tags)
+        """Return the next operation's tag. Never 0, which is point-to-point calls'; every rank starts the same
+        operations in the same order.
+        """
+        self._last_tag = self._last_tag % _TAGS + 1
+        return self._last_tag
 
     def start(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], tag: int) -> Works:
         """Start messages."""
