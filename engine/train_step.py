@@ -99,8 +99,8 @@ class TrainStep:
         **kwargs. Inside, torch's generators run on a stream of (seed, data rank, stage, step); afterwards they are as
         before.
 
-        Raises LayoutError for rows that do not divide by the microbatches, UsageError for a loss without a gradient and,
-        with `mesh.checks`, for rows that are not equal on all tensor and pipeline ranks.
+        Raises LayoutError for rows that do not divide by the microbatches, UsageError for a loss without a gradient
+        and, with `mesh.checks`, for rows that are not equal on all tensor and pipeline ranks.
         """
         if torch.is_inference_mode_enabled():
             raise UsageError("a training step inside torch.inference_mode() would have no gradients: leave it first")

@@ -112,8 +112,8 @@ def check_shards(mesh: Mesh, placements: Mapping[str, Placement], named: Sequenc
     for name, p in shards:
         if all(other[name] == own[name] for other in others) and bool((p != p.flatten()[0]).any()):
             raise UsageError(
-                f"{name!r} is cut over the tensor axis, but its shards are equal on all {mesh.tensor.size} ranks: it was "
-                f"initialised after the cut; pass init= to the layer, which fills the full weight"
+                f"{name!r} is cut over the tensor axis, but its shards are equal on all {mesh.tensor.size} ranks: it "
+                f"was initialised after the cut; pass init= to the layer, which fills the full weight"
             )
 
 
