@@ -155,10 +155,16 @@ def outside_autograd(x: Tensor) -> AbstractContextManager[None]:
 
 
 def overlap(a: Tensor, b: Tensor) -> bool:
-    """Whether two contiguous tensors share memory."""
+    """Whether the stretches of memory in which two tensors lie have bytes in common."""
+    if a.numel() == 0 or b.numel() == 0:
+        return False
     first, second = a.data_ptr(), b.data_ptr()
-    inside = first < second + b.numel() * b.element_size() and second < first + a.numel() * a.element_size()
-    return inside and a.numel() > 0 and b.numel() > 0
+    return first < second + _extent(b) and second < first + _extent(a)
+
+
+def _extent(x: Tensor) -> int:
+    """Return the bytes from the first to the last element."""
+    return (sum((n - 1) * t for n, t in zip(x.shape, x.stride(), strict=True)) + 1) * x.element_size()
 
 
 def same_memory(a: Tensor, b: Tensor) -> bool:

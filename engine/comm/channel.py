@@ -19,7 +19,7 @@ from engine.comm.algorithms.run import Messenger, Running, writes_only
 from engine.comm.arguments import check_reduction, check_tensors
 from engine.comm.call import Call
 from engine.comm.checks import check_call
-from engine.comm.choice import OPERATIONS, Choice, Thresholds, algorithms_of
+from engine.comm.choice import NATIVE, OPERATIONS, Choice, Thresholds, algorithms_of
 from engine.comm.ledger import Ledger, payload_bytes, wire_bytes
 from engine.comm.monitor import Monitor
 from engine.comm.transport import TorchTransport, Works
@@ -28,6 +28,7 @@ from engine.device import backend, reducible
 from engine.errors import CommunicationError, EngineError, UsageError, did_you_mean
 
 _R = TypeVar("_R")
+_NAN_SAFE = {"all_reduce": "pairwise", "reduce_scatter": "pairwise", "reduce": "tree"}
 _PLANS = 4096  # plans that one group keeps; sizes may change with every call
 
 
@@ -55,9 +56,12 @@ class Channel:
         transport: TorchTransport | None,
         planned: bool = False,
         hosts: Hosts = (),
+        space: int = 0,
         instruments: Instruments | None = None,
     ) -> None:
-        """Made by `engine.init`. `where` says in errors who this rank is; a group of one needs no transport."""
+        """Made by `engine.init`. `where` says in errors who this rank is; a group of one needs no transport.
+        space: its range of message tags, for which see `Messenger`.
+        """
         self.name = name
         self.ranks = tuple(ranks)
         self.rank = rank
@@ -70,7 +74,7 @@ class Channel:
         self.failed = False
         self._label = where.replace("{", "{{").replace("}", "}}") + f": {{}} on axis {name!r}"
         self._transport = transport
-        self._messenger = None if transport is None else Messenger(transport)
+        self._messenger = None if transport is None else Messenger(transport, space)
         self._reducible = reducible(device)
         # NCCL and HCCL ignore tags, so a header could be taken for a message there.
         self._tagged = backend(device) == "gloo"
@@ -138,12 +142,16 @@ class Channel:
 
     def _choose(self, call: Call, nbytes: int, algorithm: str | None, async_op: bool) -> str:
         """Return the algorithm of a call, the one that was asked for or the one that the table names."""
+        asked = algorithm
         if algorithm is None:
             for limit, name in self._thresholds[async_op][call.name]:
                 if nbytes <= limit:
                     algorithm = name
                     break
         assert algorithm is not None  # the last threshold is for any size
+        if asked is None and algorithm == NATIVE and call.op in ("max", "min") and self._tagged and call.x is not None:
+            # gloo's largest and smallest lose NaN, element by element.
+            algorithm = _NAN_SAFE.get(call.name, NATIVE) if call.x.is_floating_point() else NATIVE
         call.algorithm = algorithm
         return algorithm
 
@@ -187,8 +195,11 @@ class Channel:
         self.since = started = time.perf_counter()
         try:
             works = start(transport)
-            if not async_op:
+            # Rounds after the first need this thread. If they ran in the caller's own order of waiting, ranks that
+            # wait in different orders would wait for each other.
+            if not async_op or (works and getattr(works[0], "in_rounds", False)):
                 transport.wait(works)
+                works = []
         except RuntimeError as error:
             raise self._failure(call, error, started) from error
         if async_op:

@@ -21,7 +21,6 @@ from engine.comm.transport import TorchTransport
 from engine.errors import UsageError
 
 _WIDTH = 768  # bytes of what a rank says of its call
-HEADER_TAG = (1 << 20) + 1
 
 
 def check_call(call: Call, algorithm: str, transport: TorchTransport, device: torch.device) -> None:
@@ -59,14 +58,17 @@ class CheckedExchange:
         transport: TorchTransport,
         sends: Sequence[tuple[Tensor, int]],
         receives: Sequence[tuple[Tensor, int]],
+        tag: int,
+        header_tag: int,
     ) -> None:
+        self._tag = tag
         self._call, self._transport, self._receives = call, transport, receives
         self._line = source_line(sys._getframe(1))
         self._headers = [(torch.empty(_WIDTH, dtype=torch.uint8), peer) for _, peer in receives]
         own = [(_encode(json.dumps([shape_of(x), self._line])), peer) for x, peer in sends]
-        works = transport.exchange(own, self._headers, HEADER_TAG)
+        works = transport.exchange(own, self._headers, header_tag)
         self._arriving = works[len(own) :]
-        self._sent = [*works[: len(own)], *transport.exchange(sends, [])]
+        self._sent = [*works[: len(own)], *transport.exchange(sends, [], tag)]
         self._kept = (own, sends)
 
     def wait(self) -> None:
@@ -82,7 +84,7 @@ class CheckedExchange:
                     f"{self._call}: rank {peer} (global {self._transport.ranks[peer]}) sends {shape} at {theirs}, but "
                     f"this rank receives it into {shape_of(x)} at {self._line}: dtype and shape must be the same"
                 )
-            works += self._transport.exchange([], [(x, peer)])
+            works += self._transport.exchange([], [(x, peer)], self._tag)
         for work in (*works, *self._sent):
             work.wait()
 

@@ -93,7 +93,7 @@ def read_choice(path: str | Path, forced: str | None = None) -> Choice:
         if not isinstance(document.get("rows"), list) or isinstance(version, bool):
             raise TypeError("version is a number, rows a list")
         table = _table(document["rows"]) if version == VERSION else {}
-    except (OSError, ValueError, KeyError, TypeError, ArithmeticError) as error:
+    except (OSError, ValueError, KeyError, TypeError, ArithmeticError, RecursionError) as error:
         raise UsageError(
             f"tuning file {path} cannot be used: {error!r}: make it anew with "
             f"`python -m benchmarks.collectives --tune --out {path}`, or leave it out to take the built-in rules"
@@ -133,5 +133,7 @@ def _row(row: Mapping[str, Any]) -> tuple[Key, tuple[float, str]]:
     operation, name = row["op"], row["algorithm"]
     if operation not in OPERATIONS or name not in algorithms_of(operation):
         raise ValueError(f"no algorithm {name!r} for {operation!r}")
+    if not all(isinstance(row[name], int) for name in ("size", "hosts")):
+        raise ValueError(f"size and hosts are whole numbers, not {row['size']!r} and {row['hosts']!r}")
     limit = _ANY if row["up_to"] is None else int(row["up_to"])
     return (operation, int(row["size"]), int(row["hosts"])), (limit, name)

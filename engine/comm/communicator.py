@@ -207,6 +207,10 @@ class Communicator(Messages):
         wire, wire_op = on_the_wire(plain(x if dim == 0 else x.movedim(dim, 0)), op)
         direct = dim == 0 and plain(result) is result
         target = result if direct else torch.empty_like(wire[: shape[dim]], dtype=x.dtype)
+        if direct and overlap(result, wire) and result.data_ptr() != wire[self.rank * shape[0] :].data_ptr():
+            raise UsageError(
+                f"{call}: out shares memory with the input and is not this rank's part of it: give it its own"
+            )
         into = on_the_wire(target, op)[0]
         native = (
             wire_dtype is not None or self._choose(call, x.numel() * x.element_size(), algorithm, async_op) == "native"
@@ -269,6 +273,10 @@ class Communicator(Messages):
         wire = plain(x if dim == 0 else x.movedim(dim, 0))
         direct = dim == 0 and plain(result) is result
         target = result if direct else wire.new_empty((self.size * wire.shape[0], *wire.shape[1:]))
+        if direct and overlap(result, wire) and wire.data_ptr() != result[self.rank * x.shape[0] :].data_ptr():
+            raise UsageError(
+                f"{call}: the input shares memory with out and is not this rank's part of it: give it its own"
+            )
         native = self._choose(call, target.numel() * target.element_size(), algorithm, async_op) == "native"
         return self._run(
             call,

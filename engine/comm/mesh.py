@@ -39,6 +39,7 @@ from engine.layout import AXES, Axis, Coordinate, Layout
 # Groups are made and warmed in this order by all ranks.
 _ORDER: tuple[Axis, ...] = ("tensor", "data", "pipeline")
 _TRANSPORTS = ("torch",)
+_SPACES = 511  # with 4 communicators each and 2**20 tags, a tag stays below 2**31
 
 
 class Mesh:
@@ -110,13 +111,13 @@ class Mesh:
         self._closed = True
         atexit.unregister(self.close)
         self._device_mesh = None
+        if self._monitor is not None:
+            self._monitor.close()  # first, so that who asks hears that this rank has left
         for comm in (self.tensor, self.data, self.pipeline, self.world):
             comm.close()
         if self._close_groups is not None:
             self._close_groups()
             self._close_groups = None
-        if self._monitor is not None:
-            self._monitor.close()
 
     def __enter__(self) -> Mesh:
         return self
@@ -230,8 +231,14 @@ def _open(
         names = _share(host, world, device)
         monitor = Monitor(rank, reachable_interface(len(set(names)), os.environ.get("MASTER_ADDR")))
         instruments = replace(instruments, monitor=monitor)
-        mesh = _mesh(layout, rank, device, seed, world, transports, close_groups, instruments=instruments, names=names)
-        monitor.watch((mesh.world, mesh.data, mesh.tensor, mesh.pipeline), _share(monitor.address, world, device))
+        addresses = _share(monitor.address, world, device)
+        # Meshes may share a process group: rank 0's token tells this one's messages from another's.
+        space = int(addresses[0].rpartition(":")[2][:4], 16) % _SPACES
+        mesh = _mesh(
+            layout, rank, device, seed, world, transports, close_groups,
+            instruments=instruments, names=names, space=space,
+        )  # fmt: skip
+        monitor.watch((mesh.world, mesh.data, mesh.tensor, mesh.pipeline), addresses)
         for comm in (mesh.world, *(getattr(mesh, axis) for axis in _ORDER)):
             comm.barrier()
     except BaseException:
@@ -264,12 +271,13 @@ def _mesh(
     planned: bool = False,
     instruments: Instruments | None = None,
     names: Sequence[str] = (),
+    space: int = 0,
 ) -> Mesh:
-    """Make the communicators. names: the host of every global rank."""
+    """Make the communicators. names: the host of every global rank. space: the mesh's ranges of message tags."""
     coordinate = layout.coordinate(rank)
     where = f"rank {rank} ({coordinate})"
     communicators: dict[str, Communicator] = {}
-    for axis in AXES:
+    for number, axis in enumerate(AXES, start=1):
         ranks = layout.ranks(axis, rank)
         communicators[axis] = Communicator(
             axis,
@@ -280,6 +288,7 @@ def _mesh(
             transport=transports.get(axis),
             planned=planned and len(ranks) > 1,
             hosts=_hosts(ranks, names),
+            space=4 * space + number,
             instruments=instruments,
         )
     everyone = range(layout.world_size)
@@ -292,6 +301,7 @@ def _mesh(
         transport=world,
         planned=planned,
         hosts=_hosts(everyone, names),
+        space=4 * space,
         instruments=instruments,
     )
     return Mesh(layout, rank, device, seed, communicators, close_groups, instruments)

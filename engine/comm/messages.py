@@ -7,10 +7,11 @@ from typing import Literal, overload
 
 from torch import Tensor
 
-from engine.comm.arguments import check_peer, mark_changed, overlap, plain, write
+from engine.comm.arguments import check_peer, mark_changed, overlap, plain, same_memory, write
 from engine.comm.call import Call
 from engine.comm.channel import Channel
 from engine.comm.checks import CheckedExchange
+from engine.comm.transport import TorchTransport, Works
 from engine.comm.work import Work
 from engine.errors import UsageError
 
@@ -32,12 +33,14 @@ class Messages(Channel):
             wire = plain(x)
             if x.numel() == 0:
                 return self._local(None, async_op)
-            return self._run(call, lambda t: t.exchange([(wire, dst)], []), lambda: None, wire, async_op)
+            return self._run(
+                call, lambda t: t.exchange([(wire, dst)], [], self._new_tag()), lambda: None, wire, async_op
+            )
         parts = [x.detach().clone() if peer == dst else x.new_empty(x.shape) for peer in range(self.size)]
         if self.size == 1 or x.numel() == 0:
             return self._local(parts, async_op)
         arriving = [(part, peer) for peer, part in enumerate(parts) if peer != dst]
-        return self._run(call, lambda t: t.exchange([], arriving), lambda: parts, parts, async_op)
+        return self._run(call, lambda t: t.exchange([], arriving, self._new_tag()), lambda: parts, parts, async_op)
 
     @overload
     def scatter(
@@ -60,16 +63,17 @@ class Messages(Channel):
             assert xs is not None
             wires = [(plain(x), peer) for peer, x in enumerate(xs) if peer != src]
             # What lies where the own part arrives must not change before it has left.
-            wires = [(x.clone() if overlap(x, plain(out)) else x, peer) for x, peer in wires]
-            write(out, xs[src])
+            wires = [(x.clone() if overlap(x, out) else x, peer) for x, peer in wires]
+            own = xs[src]
+            write(out, own if same_memory(own, out) or not overlap(own, out) else own.clone())
             if self.size == 1:
                 return self._local(out, async_op)
-            return self._run(call, lambda t: t.exchange(wires, []), lambda: out, wires, async_op)
+            return self._run(call, lambda t: t.exchange(wires, [], self._new_tag()), lambda: out, wires, async_op)
         buffer = plain(out)
         mark_changed(out)
         return self._run(
             call,
-            lambda t: t.exchange([], [(buffer, src)]),
+            lambda t: t.exchange([], [(buffer, src)], self._new_tag()),
             lambda: out if buffer is out else write(out, buffer),
             (out, buffer),
             async_op,
@@ -134,17 +138,30 @@ class Messages(Channel):
         call.messages = (wire, arriving)
         return self._run(
             call,
-            lambda t: (
-                [CheckedExchange(call, t, wire, arriving)]
-                if self._checks and self._tagged
-                else t.exchange(wire, arriving)
-            ),
+            lambda t: self._start_messages(call, t, wire, arriving),
             lambda: [x if buffer is x else write(x, buffer) for x, buffer, _ in into],
             (wire, into),
             async_op,
         )
 
     # ---- inside ----------------------------------------------------------------------------------------------------
+
+    def _new_tag(self) -> int:
+        assert self._messenger is not None
+        return self._messenger.tag()
+
+    def _start_messages(
+        self,
+        call: Call,
+        transport: TorchTransport,
+        sends: Sequence[tuple[Tensor, int]],
+        receives: Sequence[tuple[Tensor, int]],
+    ) -> Works:
+        messenger = self._messenger
+        assert messenger is not None
+        if self._checks and self._tagged:
+            return [CheckedExchange(call, transport, sends, receives, messenger.message_tag, messenger.header_tag)]
+        return transport.exchange(sends, receives, messenger.message_tag)
 
     def _messages(self, sends: Sequence[tuple[Tensor, int]], recvs: Sequence[tuple[Tensor, int]]) -> Call:
         """Return the record of an exchange, after checking it."""

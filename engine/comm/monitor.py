@@ -22,11 +22,13 @@ from typing import TYPE_CHECKING, Any
 from engine.comm.source import source_line
 
 if TYPE_CHECKING:
+    from engine.comm.call import Call
     from engine.comm.channel import Channel
 
 _ANSWER = 2.0  # seconds that a rank gets to answer: it needs its interpreter for a moment
 _ASKED = 64  # ranks that one report asks at most
 _LIMIT = 1 << 16  # bytes of one message
+_BRIEF = 300  # letters of one call
 ADDRESS_BYTES = 128
 
 
@@ -41,7 +43,9 @@ class Monitor:
         self._channels: list[Channel] = []
         self._notices: dict[int, str] = {}  # the last words of ranks that failed
         self._addresses: list[str] = []
-        self._socket = socket.create_server((interface, 0), backlog=64)
+        self._socket = socket.create_server(
+            (interface, 0), family=socket.AF_INET6 if ":" in interface else socket.AF_INET, backlog=64
+        )
         self._closing = False
         self._thread = threading.Thread(target=self._serve, name="engine-monitor", daemon=True)
         self._thread.start()
@@ -75,14 +79,15 @@ class Monitor:
         with ThreadPoolExecutor(max_workers=min(16, len(others))) as pool:
             answers = dict(zip(others, pool.map(self._ask, others), strict=True))
             lines = [self._line(rank, answers[rank], channel) for rank in others]
-            own = f"failed in {call.describe()} on axis {channel.name!r}, call {call.sequence}"
+            own = f"failed in {_brief(call)} on axis {channel.name!r}, call {call.sequence}"
             gone = [f"rank {rank}" for rank in others if isinstance(answers[rank], str)]
             word = own + (f" ({', '.join(gone)} gone or stopped)" if gone else "")
             elsewhere = [rank for rank in range(len(self._addresses)) if rank != self._rank][:_ASKED]
             list(pool.map(lambda rank: self._send(rank, {"notice": word}), elsewhere))
-        elsewhere_failed = [rank for rank in self._notices if rank not in others][:4]
+        notices = dict(self._notices)
+        elsewhere_failed = [rank for rank in notices if rank not in others][:4]
         left = channel.size - 1 - len(others)
-        lines += [f"rank {rank} {self._notices[rank]}" for rank in elsewhere_failed]
+        lines += [f"rank {rank} {notices[rank]}" for rank in elsewhere_failed]
         return "; ".join([*lines, *([f"{left} more ranks were not asked"] if left else [])])
 
     def _line(self, rank: int, answer: dict[str, Any] | str, channel: Channel) -> str:
@@ -134,13 +139,17 @@ class Monitor:
                 peer, _ = self._socket.accept()
             except OSError:
                 return
-            with peer, contextlib.suppress(Exception):  # whoever calls, and whatever it says, the thread goes on
-                if self._closing:
-                    return
-                peer.settimeout(_ANSWER)
-                message = json.loads(_line_from(peer))
-                if isinstance(message, dict) and message.get("token") == self._token:
-                    peer.sendall(json.dumps(self._answer(message)).encode() + b"\n")
+            if self._closing:
+                peer.close()
+                return
+            # On a thread of its own: one that says nothing must not keep the others from being heard.
+            threading.Thread(target=self._reply, args=(peer,), name="engine-monitor-reply", daemon=True).start()
+
+    def _reply(self, peer: socket.socket) -> None:
+        with peer, contextlib.suppress(Exception):  # whoever calls, and whatever it says
+            message = json.loads(_line_from(peer))
+            if isinstance(message, dict) and message.get("token") == self._token:
+                peer.sendall(json.dumps(self._answer(message)).encode() + b"\n")
 
     def _answer(self, message: dict[str, Any]) -> dict[str, Any]:
         if "notice" in message:
@@ -151,7 +160,7 @@ class Monitor:
         waits = failed = ""
         if latest is not None and latest.current is not None:
             seconds = time.perf_counter() - latest.since
-            waits = f"{latest.current.describe()} on axis {latest.name!r} for {seconds:.1f} s"
+            waits = f"{_brief(latest.current)} on axis {latest.name!r} for {seconds:.1f} s"
             failed = waits if latest.failed else ""
         return {
             "axes": {channel.name: _state(channel) for channel in self._channels},
@@ -165,18 +174,25 @@ class Monitor:
         return source_line(sys._current_frames().get(self._opener))
 
 
+def _brief(call: Call) -> str:
+    """Return what is called; an exchange of a thousand messages not in full."""
+    text = call.describe()
+    return text if len(text) <= _BRIEF else text[:_BRIEF] + "..."
+
+
 def _state(channel: Channel) -> dict[str, Any]:
     call = channel.current
     if call is None:
         return {"sequence": 0, "call": "", "state": ""}
     state = "finished" if call.done else "not finished"
-    return {"sequence": channel.sequence, "call": f"{call.describe()}, call {call.sequence}", "state": state}
+    return {"sequence": channel.sequence, "call": f"{_brief(call)}, call {call.sequence}", "state": state}
 
 
 def _line_from(peer: socket.socket) -> bytes:
-    """Read up to the end of a line. Raises ValueError when it is too long or cut off."""
-    data = b""
+    """Read up to the end of a line, in the time that a rank gets. Raises ValueError when it is too long or cut off."""
+    data, end = b"", time.monotonic() + _ANSWER
     while not data.endswith(b"\n"):
+        peer.settimeout(max(0.001, end - time.monotonic()))
         part = peer.recv(4096)
         data += part
         if not part or len(data) > _LIMIT:
@@ -185,11 +201,15 @@ def _line_from(peer: socket.socket) -> bytes:
 
 
 def reachable_interface(hosts: int, towards: str | None) -> str:
-    """Return the address of this host that other ranks can reach: the loopback where all are on one host, else the
-    one that faces `towards`.
+    """Return the address of this host that other ranks can reach: the loopback where all are on one host or nothing
+    better is known, else the one that faces `towards`.
     """
     if hosts == 1 or towards is None:
         return "127.0.0.1"
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((towards, 9))  # sends nothing
-        return str(probe.getsockname()[0])
+    try:
+        family, kind, _, _, target = socket.getaddrinfo(towards, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(target)  # sends nothing
+            return str(probe.getsockname()[0])
+    except OSError:
+        return "127.0.0.1"

@@ -1,10 +1,10 @@
 """Sums whose messages travel in 16 bits: reduce-scatter and all-reduce with `wire_dtype`.
 
 A message is the values in bf16, or in fp16 with a power-of-two scale for every `CHUNK` of them, taken from the chunk's
-largest finite magnitude so that this lands in [2^14, 2^15) (below it, for magnitudes under 2^-111): no finite fp32
-value overflows, and what fp16 loses is relative to the chunk's largest value. inf and NaN travel as such. float64
-values are taken to fp32 first. Sums are in fp32. Every contribution, the owner's own too, is rounded once on its way,
-and in an all-reduce the sum once more, so all ranks end with the same bits.
+largest finite magnitude so that this lands in [2^14, 2^15) (below it, for magnitudes under 2^-111): no fp32 value up to
+3.3e38 overflows (above it, as in bf16, rounding may give inf), and what fp16 loses is relative to the chunk's largest
+value. inf and NaN travel as such. float64 values are taken to fp32 first. Sums are in fp32. Every contribution, the
+owner's own too, is rounded once on its way, and in an all-reduce the sum once more: all ranks end with the same bits.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from engine.comm.algorithms.plan import block
 from engine.comm.algorithms.run import Messenger
-from engine.comm.arguments import flat
+from engine.comm.arguments import flat, outside_autograd
 
 CHUNK = 4096
 WIRE_DTYPES = (torch.bfloat16, torch.float16)
@@ -55,7 +55,7 @@ class Compressed:
         self, messenger: Messenger, rank: int, size: int, x: Tensor, wire: torch.dtype, out: Tensor, *, share: bool
     ) -> None:
         """x: the flat vector of this rank. out: flat memory for the sum of the own block or, with `share`, of all."""
-        self._share = share
+        self._share = self.in_rounds = share
         self._messenger, self._rank, self._size, self._wire, self._out = messenger, rank, size, wire, out
         self._count = x.numel()
         self._tag = messenger.tag()
@@ -67,6 +67,10 @@ class Compressed:
 
     def wait(self) -> None:
         """Sum what arrived and, for an all-reduce, share the sum."""
+        with outside_autograd(self._out):
+            self._finish()
+
+    def _finish(self) -> None:
         self._drain()
         start, stop = block(self._count, self._size, self._rank)
         total = torch.zeros(stop - start, dtype=torch.float32, device=self._out.device)

@@ -1,7 +1,7 @@
 """Runs plans over a transport's messages. It decides nothing: the plan says who sends what to whom.
 
-The first round is started at once and the rest in `wait`, so a plan of one round flies while the caller computes. Each
-operation has a tag of its own, so on gloo several may be under way, and be waited for in any order; NCCL and HCCL
+The first round is started at once and the rest run in `wait`, so a plan of one round flies while the caller computes.
+Each operation has a tag of its own, so on gloo several may be under way, and be waited for in any order; NCCL and HCCL
 ignore tags, and a forced algorithm must be waited for in the same order on every rank there.
 """
 
@@ -16,7 +16,7 @@ from engine.comm.algorithms.plan import Plan, Round
 from engine.comm.arguments import outside_autograd
 from engine.comm.transport import TorchTransport, Works
 
-_TAGS = 1 << 20
+_TAGS = (1 << 20) - 2
 _KEPT = 2  # scratch buffers that stay with a group between operations
 _COMBINE: dict[str, Callable[..., Tensor]] = {
     "sum": torch.add,
@@ -29,17 +29,27 @@ _COMBINE: dict[str, Callable[..., Tensor]] = {
 class Messenger:
     """The messages of one group's algorithms: their tags and their scratch memory."""
 
-    def __init__(self, transport: TorchTransport) -> None:
+    def __init__(self, transport: TorchTransport, space: int) -> None:
+        """space: which of 2048 ranges of tags is this group's: one process group may carry several communicators."""
         self._transport = transport
+        self._base = space << 20
         self._last_tag = 0
         self._free: list[Tensor] = []
 
     def tag(self) -> int:
-        """Return the next operation's tag. Never 0, which is point-to-point calls'; every rank starts the same
-        operations in the same order.
-        """
+        """Return the next operation's tag; every rank starts the same operations in the same order."""
         self._last_tag = self._last_tag % _TAGS + 1
-        return self._last_tag
+        return self._base + self._last_tag
+
+    @property
+    def message_tag(self) -> int:
+        """The tag of point-to-point calls."""
+        return self._base
+
+    @property
+    def header_tag(self) -> int:
+        """The tag of what the checks send before a message."""
+        return self._base + _TAGS + 1
 
     def start(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], tag: int) -> Works:
         """Start messages."""
@@ -79,6 +89,7 @@ class Running:
         self._combine = _COMBINE[op]
         self._tag = messenger.tag()
         self._plan, self._number = plan, -1
+        self.in_rounds = len(plan) > 1
         self._scratch: Tensor | None = None
         self._next()
 
