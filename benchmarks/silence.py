@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from engine import Mesh
+from engine.comm.algorithms.run import Messenger
 from engine.comm.choice import OPERATIONS
 from engine.comm.transport import TorchTransport
 
@@ -70,14 +71,15 @@ def silenced(mesh: Mesh) -> Iterator[None]:
     What a first step learns from its peers (the shapes between stages) must have been learnt before.
     """
     communicators = [getattr(mesh, axis) for axis in _AXES]
-    real = [(comm._transport, comm._thresholds) for comm in communicators]
+    real = [(comm._transport, comm._messenger, comm._thresholds) for comm in communicators]
     try:
         for comm in communicators:
             if comm._transport is not None:
-                comm._transport = SilentTransport(comm._transport, comm.rank)
+                comm._transport = silent = SilentTransport(comm._transport, comm.rank)
+                comm._messenger = Messenger(silent, 0)  # for what is never left to the backend
                 native = dict.fromkeys(OPERATIONS, ((float("inf"), "native"),))
                 comm._thresholds = {False: native, True: native}
         yield
     finally:
-        for comm, (transport, thresholds) in zip(communicators, real, strict=True):
-            comm._transport, comm._thresholds = transport, thresholds
+        for comm, each in zip(communicators, real, strict=True):
+            comm._transport, comm._messenger, comm._thresholds = each

@@ -124,6 +124,27 @@ BUGS = (
         "return [dist.broadcast(_bytes(x), src, group=self.group, async_op=True)]",
         ("tests/test_communicator.py",),
     ),
+    Bug(
+        "ring sums the block before",
+        "engine/comm/algorithms/flat.py",
+        "[(before, at(k + 2))], reduce=True)",
+        "[(before, at(k + 1))], reduce=True)",
+        ("tests/test_algorithms.py",),
+    ),
+    Bug(
+        "one range of tags for all communicators",
+        "engine/comm/algorithms/run.py",
+        "self._base = space << 20",
+        "self._base = 0",
+        ("tests/test_comm_apart.py",),
+    ),
+    Bug(
+        "fp16 messages without their scale",
+        "engine/comm/algorithms/compress.py",
+        "return narrow.to(torch.float32) * scales.repeat_interleave(CHUNK)[:count]",
+        "return narrow.to(torch.float32)",
+        ("tests/test_comm_compress.py",),
+    ),
 )
 
 

@@ -13,6 +13,7 @@ import importlib
 import multiprocessing
 import os
 import pickle
+import re
 import signal
 import tempfile
 import time
@@ -167,8 +168,8 @@ class World:
         os.kill(self._ranks[rank].process.pid, signal.SIGUSR1)
         give_up = time.monotonic() + 2
         text = ""
-        # faulthandler ends with the outermost frame of the main thread, which is the fork server's spawn code.
-        while time.monotonic() < give_up and "_serve" not in text:
+        # The main thread's stack comes last and goes out through this file.
+        while time.monotonic() < give_up and not re.search(r"world\.py\", line \d+ in _serve", text):
             text = path.read_text()
             time.sleep(0.01)
         return f"{text}\nrank {rank} hangs: no answer within the test's time limit"
