@@ -30,7 +30,7 @@ lint: setup ## Check style, types and who may import whom.
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-bench: setup ## Time the training step beside its peers (after make peers), about 12 minutes.
+bench: setup ## Time the training step beside its peers (after make peers), about 13 minutes.
 	$(BIN)/python -m benchmarks.train_step --standard --rounds 2
 
 peers: setup .venv/.peers ## Install what the benchmarks' peers need.
