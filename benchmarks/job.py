@@ -91,7 +91,8 @@ def end(process: subprocess.Popen[Any]) -> None:
         if _started(pid) == started:  # not another process with the id of one that has ended
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-    while any(_started(pid) == started for pid, started in ranks.items()):
+    give_up = time.monotonic() + _GRACE  # one that the kernel holds in a call cannot be waited for
+    while time.monotonic() < give_up and any(_started(pid) == started for pid, started in ranks.items()):
         time.sleep(0.01)
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -81,21 +81,14 @@ def fsdp2(work: Work, device: torch.device) -> Step:
         fully_shard(block, reshard_after_forward=False)
     fully_shard(model, reshard_after_forward=False)
     assert isinstance(model, FSDPModule)
-    optimizer = adamw(model.parameters())
 
-    def backward(inputs: Tensor, targets: Tensor, last: bool) -> Tensor:
-        model.set_requires_gradient_sync(last)
-        loss = mean_loss(model(inputs), targets)
-        (loss / work.microbatches).backward()
-        return loss.detach()
+    @contextmanager
+    def unsynchronised() -> Iterator[None]:
+        model.set_requires_gradient_sync(False)
+        yield
+        model.set_requires_gradient_sync(True)
 
-    def step(ids: Tensor) -> Tensor:
-        optimizer.zero_grad()
-        loss = accumulate(work, own_rows(work, ids), backward)
-        optimizer.step()
-        return loss
-
-    return step
+    return _training(work, model, adamw(model.parameters()), lambda ids: own_rows(work, ids), unsynchronised)
 
 
 def deepspeed_zero2(work: Work, device: torch.device) -> Step:
