@@ -15,17 +15,17 @@ from torch import Tensor
 from engine.comm.algorithms import plan_for
 from engine.comm.algorithms.compress import Compressed
 from engine.comm.algorithms.plan import Hosts, Plan, block
-from engine.comm.algorithms.run import Messenger, Running, writes_only
+from engine.comm.algorithms.run import Messenger, Operation, Running, writes_only
 from engine.comm.arguments import check_reduction, check_tensors
 from engine.comm.call import Call
 from engine.comm.checks import check_call
 from engine.comm.choice import NATIVE, OPERATIONS, Choice, Thresholds, algorithms_of
 from engine.comm.ledger import Ledger, payload_bytes, wire_bytes
 from engine.comm.monitor import Monitor
-from engine.comm.transport import TorchTransport, Works
+from engine.comm.transport import BackendError, TorchTransport, Works
 from engine.comm.work import Work
 from engine.device import backend, reducible
-from engine.errors import CommunicationError, EngineError, UsageError, did_you_mean
+from engine.errors import CommunicationError, UsageError, did_you_mean
 
 _R = TypeVar("_R")
 _NAN_SAFE = {"all_reduce": "pairwise", "reduce_scatter": "pairwise", "reduce": "tree"}
@@ -71,7 +71,9 @@ class Channel:
         self.current: Call | None = None
         self.sequence = 0
         self.since = 0.0
-        self.failed = False
+        self.failed: Call | None = None  # the last call that failed
+        self.failed_at = 0.0
+        self.fault = ""  # why it did, where no other rank is to blame
         self._label = where.replace("{", "{{").replace("}", "}}") + f": {{}} on axis {name!r}"
         self._transport = transport
         self._messenger = None if transport is None else Messenger(transport, space)
@@ -197,11 +199,12 @@ class Channel:
             works = start(transport)
             # Rounds after the first need this thread. If they ran in the caller's own order of waiting, ranks that
             # wait in different orders would wait for each other.
-            if not async_op or (works and getattr(works[0], "in_rounds", False)):
-                transport.wait(works)
+            if not async_op or (works and isinstance(works[0], Operation) and works[0].in_rounds):
+                _settle(transport, works)
                 works = []
-        except RuntimeError as error:
-            raise self._failure(call, error, started) from error
+        except BaseException as error:
+            self._fail(call, error, started)
+            raise
         if async_op:
             return Work(partial(self._wait, call, works, started), finish, buffers)
         self._end(call, started)
@@ -211,9 +214,10 @@ class Channel:
         transport = self._live(call)
         self.current, self.since = call, started
         try:
-            transport.wait(works)
-        except RuntimeError as error:
-            raise self._failure(call, error, started) from error
+            _settle(transport, works)
+        except BaseException as error:
+            self._fail(call, error, started)
+            raise
         self._end(call, started)
 
     def _end(self, call: Call, started: float) -> None:
@@ -232,8 +236,9 @@ class Channel:
         self.current, self.since = call, started
         try:
             check_call(call, algorithm or "the table's choice", self._transport, self.device)
-        except RuntimeError as error:
-            raise self._failure(call, error, started) from error
+        except BaseException as error:
+            self._fail(call, error, started)
+            raise
 
     def _local(self, result: _R, async_op: bool) -> _R | Work:
         """Hand back what a group of one, or an empty tensor, gives without sending."""
@@ -248,24 +253,34 @@ class Channel:
             raise UsageError(f"{call}: this group has one rank, so there is no peer to send to")
         return self._transport
 
-    def _failure(self, call: Call, error: Exception, started: float) -> Exception:
-        """Return the error of a failed call: what this rank waited for, and what the others are doing."""
-        if isinstance(error, EngineError):
-            return error
-        self.failed = True
-        seconds = time.perf_counter() - started
-        reason = _reason(error)
+    def _fail(self, call: Call, error: BaseException, started: float) -> None:
+        """Note for whoever asks that a call has failed. Where a peer or the backend did, raise what this rank waited
+        for and what the others are doing; any other error is this process's own, and the caller's to raise as it is.
+        """
+        peers = isinstance(error, BackendError)
+        self.failed, self.failed_at = call, time.perf_counter()
+        self.fault = "" if peers else f"{type(error).__name__}: {_reason(error)}"
+        if not peers:
+            return
         told = self._monitor.explain(self) if self._monitor is not None else ""
         members = f"ranks {', '.join(map(str, self.ranks))}" if len(self.ranks) <= 16 else f"{self.size} ranks"
-        return CommunicationError(
-            f"{call.full()} failed after {seconds:.1f} s, "
+        raise CommunicationError(
+            f"{call.full()} failed after {self.failed_at - started:.1f} s, "
             + (f"call {call.sequence} " if call.sequence else "")
-            + f"over {members}: {reason}. "
+            + f"over {members}: {_reason(error)}. "
             + (told or "Another rank has stopped, left this call out or called it with other sizes")
-        )
+        ) from error
 
 
-def _reason(error: Exception) -> str:
+def _settle(transport: TorchTransport, works: Works) -> None:
+    """Wait for what was started: the engine's own operation, or a transport's works."""
+    if works and isinstance(works[0], Operation):
+        works[0].wait()
+    else:
+        transport.wait(works)
+
+
+def _reason(error: BaseException) -> str:
     """Return the backend's own words, without its source paths and advice."""
     first = (str(error).strip() or type(error).__name__).splitlines()[0]
     return re.sub(r"^\[[^\]]*\.cc:\d+\]\s*", "", first).partition(". This is typically")[0].rstrip(". ")

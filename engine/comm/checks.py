@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from engine.comm.algorithms.run import Operation
 from engine.comm.arguments import shape_of
 from engine.comm.call import Call
 from engine.comm.source import source_line
@@ -46,7 +47,7 @@ def check_call(call: Call, algorithm: str, transport: TorchTransport, device: to
     )
 
 
-class CheckedExchange:
+class CheckedExchange(Operation):
     """Messages that carry their dtype and shape before them, so that a receiver refuses what does not fit.
 
     Everything is sent at once; a message is received only once its header has been compared, in `wait`.
@@ -77,7 +78,7 @@ class CheckedExchange:
         """
         works = []
         for work, (header, peer), (x, _) in zip(self._arriving, self._headers, self._receives, strict=True):
-            work.wait()
+            self._transport.wait([work])
             shape, theirs = json.loads(_decode(header))
             if shape != shape_of(x):
                 raise UsageError(
@@ -85,8 +86,7 @@ class CheckedExchange:
                     f"this rank receives it into {shape_of(x)} at {self._line}: dtype and shape must be the same"
                 )
             works += self._transport.exchange([], [(x, peer)], self._tag)
-        for work in (*works, *self._sent):
-            work.wait()
+        self._transport.wait([*works, *self._sent])
 
 
 def fingerprint(x: Tensor) -> str:

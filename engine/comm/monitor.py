@@ -101,7 +101,8 @@ class Monitor:
         assert call is not None
         here = f"it is at {answer['at']}"
         if answer["failed"]:
-            return f"rank {rank} failed too: {answer['failed']}"
+            how = f"by itself, {answer['fault']}" if answer["fault"] else "too"
+            return f"rank {rank} failed {how}: {answer['failed']}"
         if call.sequence and theirs and theirs["sequence"] >= call.sequence:
             return f"rank {rank} has arrived"
         last = f"last seen in {theirs['call']}, {theirs['state']}" if theirs and theirs["call"] else "not seen yet"
@@ -157,15 +158,17 @@ class Monitor:
             return {}
         waiting = [c for c in self._channels if c.current is not None and not c.current.done]
         latest = max(waiting, key=lambda c: c.since, default=None)
-        waits = failed = ""
+        waits = failed = fault = ""
         if latest is not None and latest.current is not None:
             seconds = time.perf_counter() - latest.since
             waits = f"{_brief(latest.current)} on axis {latest.name!r} for {seconds:.1f} s"
-            failed = waits if latest.failed else ""
+            if latest.failed is latest.current:
+                failed, fault = waits, latest.fault[:_BRIEF]
         return {
             "axes": {channel.name: _state(channel) for channel in self._channels},
             "waits": waits,
             "failed": failed,
+            "fault": fault,
             "at": self._where(),
         }
 

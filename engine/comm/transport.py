@@ -34,6 +34,21 @@ _MOVABLE = frozenset(
 Works = list[Any]
 
 
+class BackendError(RuntimeError):
+    """A peer or the backend failed: what a transport raises when it starts something or waits for it.
+
+    Every transport raises this kind for a failure of communication and for nothing else: a communicator tells it as a
+    peer's, and lets every other error pass as it is.
+    """
+
+
+def _blame(error: RuntimeError) -> None:
+    """Raise BackendError for an error out of torch's process groups, which have no kind of their own for it."""
+    # Memory that this process lacks is its own failure, also where a work's thread was the one to miss it.
+    if not isinstance(error, torch.OutOfMemoryError) and "DefaultCPUAllocator" not in str(error):
+        raise BackendError(str(error)) from error
+
+
 def _bytes(x: Tensor) -> Tensor:
     """Return a view of contiguous `x` in a dtype that every backend moves."""
     return x if x.dtype in _MOVABLE else flat(x).view(torch.uint8)
@@ -51,22 +66,22 @@ class TorchTransport:
         self._single = dist.get_backend(group) == "gloo"
 
     def all_reduce(self, x: Tensor, op: str) -> Works:
-        return [dist.all_reduce(x, _OPS[op], group=self.group, async_op=True)]
+        return self._start(dist.all_reduce, x, _OPS[op])
 
     def broadcast(self, x: Tensor, src: int) -> Works:
-        return [dist.broadcast(_bytes(x), self.ranks[src], group=self.group, async_op=True)]
+        return self._start(dist.broadcast, _bytes(x), self.ranks[src])
 
     def reduce(self, x: Tensor, dst: int, op: str) -> Works:
-        return [dist.reduce(x, self.ranks[dst], _OPS[op], group=self.group, async_op=True)]
+        return self._start(dist.reduce, x, self.ranks[dst], _OPS[op])
 
     def reduce_scatter(self, out: Tensor, x: Tensor, op: str) -> Works:
-        return [_reduce_scatter(out, x, _OPS[op], group=self.group, async_op=True)]
+        return self._start(_reduce_scatter, out, x, _OPS[op])
 
     def all_gather(self, out: Tensor, x: Tensor) -> Works:
-        return [_all_gather(_bytes(out), _bytes(x), group=self.group, async_op=True)]
+        return self._start(_all_gather, _bytes(out), _bytes(x))
 
     def all_to_all(self, out: Tensor, x: Tensor) -> Works:
-        return [dist.all_to_all_single(_bytes(out), _bytes(x), group=self.group, async_op=True)]
+        return self._start(dist.all_to_all_single, _bytes(out), _bytes(x))
 
     def exchange(
         self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], tag: int = 0
@@ -77,21 +92,46 @@ class TorchTransport:
         group = self.group
         if self._single and group is not None:
             # What dist.isend and irecv call in the end. On the way there a batch spends 30 microseconds on a message.
-            receiving = [group.recv([_bytes(x)], peer, tag) for x, peer in receives]
-            return [*(group.send([_bytes(x)], peer, tag) for x, peer in sends), *receiving]
+            try:
+                receiving = [group.recv([_bytes(x)], peer, tag) for x, peer in receives]
+                return [*(group.send([_bytes(x)], peer, tag) for x, peer in sends), *receiving]
+            except RuntimeError as error:
+                _blame(error)
+                raise
         batch = [dist.P2POp(dist.isend, _bytes(x), self.ranks[peer], self.group, tag) for x, peer in sends]
         batch += [dist.P2POp(dist.irecv, _bytes(x), self.ranks[peer], self.group, tag) for x, peer in receives]
-        return list(dist.batch_isend_irecv(batch)) if batch else []
+        try:
+            return list(dist.batch_isend_irecv(batch)) if batch else []
+        except RuntimeError as error:
+            _blame(error)
+            raise
 
     def broadcast_object(self, value: object, src: int, device: torch.device) -> object:
         box = [value]
-        dist.broadcast_object_list(box, self.ranks[src], group=self.group, device=device)
+        try:
+            dist.broadcast_object_list(box, self.ranks[src], group=self.group, device=device)
+        except RuntimeError as error:
+            _blame(error)
+            raise
         return box[0]
 
     def wait(self, works: Works) -> None:
-        """Wait for all of a batch. The group's own time limit applies: one given here makes NCCL block the host."""
-        for work in works:
-            work.wait()
+        """Wait for all of a batch that this transport started. The group's own time limit applies: one given here
+        makes NCCL block the host.
+        """
+        try:
+            for work in works:
+                work.wait()
+        except RuntimeError as error:
+            _blame(error)
+            raise
+
+    def _start(self, function: Callable[..., Any], *arguments: Any) -> Works:
+        try:
+            return [function(*arguments, group=self.group, async_op=True)]
+        except RuntimeError as error:
+            _blame(error)
+            raise
 
     def close(self) -> None:
         self.group = None

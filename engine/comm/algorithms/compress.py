@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from engine.comm.algorithms.plan import block
-from engine.comm.algorithms.run import Messenger
+from engine.comm.algorithms.run import Messenger, Operation
 from engine.comm.arguments import flat, outside_autograd
 
 CHUNK = 4096
@@ -48,7 +48,7 @@ def unpack(message: Tensor, count: int, wire: torch.dtype) -> Tensor:
     return narrow.to(torch.float32) * scales.repeat_interleave(CHUNK)[:count]
 
 
-class Compressed:
+class Compressed(Operation):
     """One reduce-scatter or all-reduce under way; its first messages are sent at once."""
 
     def __init__(
@@ -97,5 +97,4 @@ class Compressed:
         self._works = self._messenger.start(kept[0], kept[1], self._tag)
 
     def _drain(self) -> None:
-        for work in self._works:
-            work.wait()
+        self._messenger.wait(self._works)

@@ -26,12 +26,25 @@ _COMBINE: dict[str, Callable[..., Tensor]] = {
 }
 
 
+class Operation:
+    """What the engine runs itself over a transport's messages, in the place of the transport's own work."""
+
+    in_rounds = False  # whether some of its messages start in `wait` only
+
+    def wait(self) -> None:
+        """Run what is left, on the calling thread. Raises BackendError when a message fails, anything else for this
+        process's own reasons.
+        """
+        raise NotImplementedError
+
+
 class Messenger:
     """The messages of one group's algorithms: their tags and their scratch memory."""
 
     def __init__(self, transport: TorchTransport, space: int) -> None:
         """space: which of 2048 ranges of tags is this group's: one process group may carry several communicators."""
         self._transport = transport
+        self.wait = transport.wait
         self._base = space << 20
         self._last_tag = 0
         self._free: list[Tensor] = []
@@ -69,7 +82,7 @@ class Messenger:
             del self._free[0]
 
 
-class Running:
+class Running(Operation):
     """One operation under way."""
 
     def __init__(
@@ -94,7 +107,6 @@ class Running:
         self._next()
 
     def wait(self) -> None:
-        """Run what is left, on the calling thread."""
         with outside_autograd(self._like):
             while self._number < len(self._plan):
                 self._finish(self._plan[self._number])
@@ -126,19 +138,18 @@ class Running:
     def _finish(self, each: Round) -> None:
         works, sends = self._works, len(each.sends)
         apart = len(works) == sends + len(each.receives)  # NCCL gives one work for all
+        wait = self._messenger.wait
         if not apart:
-            for work in works:
-                work.wait()
+            wait(works)
         for index, transfer in enumerate(each.receives):
             if apart:
-                works[sends + index].wait()
+                wait(works[sends + index : sends + index + 1])
             if each.reduce:
                 into = self._at(transfer.start, transfer.stop)
                 self._combine(into if self._initial is None else self._initial, self._incoming[index], out=into)
                 self._initial = None
         if apart:
-            for work in works[:sends]:
-                work.wait()
+            wait(works[:sends])
         if self._scratch is not None:
             self._messenger.give(self._scratch)
             self._scratch = None
