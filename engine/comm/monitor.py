@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import secrets
 import socket
 import sys
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 _ANSWER = 2.0  # seconds that a rank gets to answer: it needs its interpreter for a moment
 _ASKED = 64  # ranks that one report asks at most
+_MARGIN = 2.0  # seconds before a call in which another rank's failure can still be its cause
 _LIMIT = 1 << 16  # bytes of one message
 _BRIEF = 300  # letters of one call
 ADDRESS_BYTES = 128
@@ -41,7 +43,7 @@ class Monitor:
         self._token = secrets.token_hex(8)
         self._opener = threading.get_ident()  # the thread that trains
         self._channels: list[Channel] = []
-        self._notices: dict[int, str] = {}  # the last words of ranks that failed
+        self._notices: dict[int, tuple[float, str]] = {}  # the last words of ranks that failed, and when they came
         self._addresses: list[str] = []
         self._socket = socket.create_server(
             (interface, 0), family=socket.AF_INET6 if ":" in interface else socket.AF_INET, backlog=64
@@ -76,7 +78,8 @@ class Monitor:
         if call is None or not self._addresses:
             return ""
         others = [rank for rank in channel.ranks if rank != self._rank][:_ASKED]
-        with ThreadPoolExecutor(max_workers=min(16, len(others))) as pool:
+        # All at once: a stopped rank takes the whole time that it gets to answer.
+        with ThreadPoolExecutor(max_workers=_ASKED) as pool:
             answers = dict(zip(others, pool.map(self._ask, others), strict=True))
             lines = [self._line(rank, answers[rank], channel) for rank in others]
             own = f"failed in {_brief(call)} on axis {channel.name!r}, call {call.sequence}"
@@ -85,22 +88,25 @@ class Monitor:
             elsewhere = [rank for rank in range(len(self._addresses)) if rank != self._rank][:_ASKED]
             list(pool.map(lambda rank: self._send(rank, {"notice": word}), elsewhere))
         notices = dict(self._notices)
-        elsewhere_failed = [rank for rank in notices if rank not in others][:4]
+        recent = [rank for rank, (when, _) in notices.items() if rank not in others and when >= channel.since - _MARGIN]
         left = channel.size - 1 - len(others)
-        lines += [f"rank {rank} {notices[rank]}" for rank in elsewhere_failed]
+        lines += [f"rank {rank} {notices[rank][1]}" for rank in recent[:4]]
         return "; ".join([*lines, *([f"{left} more ranks were not asked"] if left else [])])
 
     def _line(self, rank: int, answer: dict[str, Any] | str, channel: Channel) -> str:
         """Return what one rank does, seen from this one's failed call."""
-        if rank in self._notices:
-            return f"rank {rank} {self._notices[rank]}" + (" and has left" if isinstance(answer, str) else "")
+        when, words = self._notices.get(rank, (-math.inf, ""))
+        before = channel.since - when
+        if before <= _MARGIN:
+            return f"rank {rank} {words}" + (" and has left" if isinstance(answer, str) else "")
         if isinstance(answer, str):
-            return f"rank {rank} {answer}"
+            # It may have left because of what it failed in long ago, or have gone on: whoever reads this can judge.
+            return f"rank {rank} {answer}" + (f"; {before:.0f} s before this call it {words}" if words else "")
         call = channel.current
         theirs = answer["axes"].get(channel.name)
         assert call is not None
         here = f"it is at {answer['at']}"
-        if answer["failed"]:
+        if answer["failed"] and answer["ago"] <= time.perf_counter() - channel.since + _MARGIN:
             how = f"by itself, {answer['fault']}" if answer["fault"] else "too"
             return f"rank {rank} failed {how}: {answer['failed']}"
         if call.sequence and theirs and theirs["sequence"] >= call.sequence:
@@ -154,21 +160,25 @@ class Monitor:
 
     def _answer(self, message: dict[str, Any]) -> dict[str, Any]:
         if "notice" in message:
-            self._notices[int(message["from"])] = str(message["notice"])
+            self._notices[int(message["from"])] = (time.perf_counter(), str(message["notice"]))
             return {}
         waiting = [c for c in self._channels if c.current is not None and not c.current.done]
         latest = max(waiting, key=lambda c: c.since, default=None)
         waits = failed = fault = ""
+        ago, now = 0.0, time.perf_counter()
         if latest is not None and latest.current is not None:
-            seconds = time.perf_counter() - latest.since
-            waits = f"{_brief(latest.current)} on axis {latest.name!r} for {seconds:.1f} s"
+            text = f"{_brief(latest.current)} on axis {latest.name!r} for "
             if latest.failed is latest.current:
-                failed, fault = waits, latest.fault[:_BRIEF]
+                failed, fault = f"{text}{latest.failed_at - latest.since:.1f} s", latest.fault[:_BRIEF]
+                ago = now - latest.failed_at
+            else:
+                waits = f"{text}{now - latest.since:.1f} s"
         return {
             "axes": {channel.name: _state(channel) for channel in self._channels},
             "waits": waits,
             "failed": failed,
             "fault": fault,
+            "ago": ago,
             "at": self._where(),
         }
 
