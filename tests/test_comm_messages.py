@@ -32,6 +32,18 @@ def moved(mesh: engine.Mesh, dtype: torch.dtype) -> dict[str, Any]:
         "gather": [comm.gather(held(rank, 3, 4, dtype=dtype).t(), dst) for dst in range(size)],
         "gathered_later": comm.gather(held(rank, 2, dtype=dtype), 1, async_op=True).wait(),
     }
+    whole, frame = torch.zeros(size, 3, dtype=dtype), torch.zeros(6, 2 * size, dtype=dtype)
+    own = whole[rank].copy_(held(rank, 3, dtype=dtype))
+    columns = frame[::2, ::2].unbind(1)  # with gaps, and each among the others
+    given: list[Any] = [
+        comm.gather(own, 0, out=whole.unbind()),
+        comm.gather(own, 1, out=columns if rank == 1 else None),
+    ]
+    result["gather_out"] = (given, whole.clone(), frame.clone())
+    whole.zero_()
+    result["gather_out_later"] = (
+        comm.gather(held(rank, 3, dtype=dtype), 1, out=list(whole), async_op=True).wait(), whole,
+    )  # fmt: skip
     parts = [held(10 * rank + peer, 2, 5, dtype=dtype) for peer in range(size)]
     into = torch.zeros(5, 2, dtype=dtype).t()
     result["scatter"] = [comm.scatter(parts if src == rank else None, into, src).clone() for src in range(size)]
@@ -65,6 +77,20 @@ def test_parts_reach_their_ranks(world: World, size: int, dtype: torch.dtype) ->
             if rank != 1
             else torch.equal(torch.stack(later), torch.stack([held(r, 2, dtype=dtype) for r in range(size)]))
         )
+        every = torch.stack([held(r, 3, dtype=dtype) for r in range(size)])
+        (in_place, strided), whole, frame = got["gather_out"]
+        assert (in_place is None, strided is None) == (rank != 0, rank != 1)
+        wanted = every if rank == 0 else torch.zeros_like(every)
+        wanted[rank] = every[rank]  # its own, which it sent
+        assert torch.equal(whole, wanted)
+        assert torch.equal(frame[::2, ::2], every.t() if rank == 1 else torch.zeros(3, size, dtype=dtype))
+        assert not frame[1::2].any()
+        assert not frame[:, 1::2].any()
+        if rank == 1:
+            assert torch.equal(torch.stack(strided), every)
+        later, whole = got["gather_out_later"]
+        assert (later is None) == (rank != 1)
+        assert torch.equal(whole, every if rank == 1 else torch.zeros_like(every))
         for src, part in enumerate(got["scatter"]):
             assert torch.equal(part, held(10 * src + rank, 2, 5, dtype=dtype))
         assert torch.equal(got["scatter_over_own"], held(1, size, 3, dtype=dtype)[rank])
@@ -72,7 +98,7 @@ def test_parts_reach_their_ranks(world: World, size: int, dtype: torch.dtype) ->
 
 
 def refused(mesh: engine.Mesh) -> list[str]:
-    comm, x = mesh.data, torch.zeros(4)
+    comm, x, wide = mesh.data, torch.zeros(4), torch.zeros(6)
     first = comm.rank == 0
     calls = [
         lambda: comm.all_to_all(torch.zeros(5)),
@@ -86,6 +112,16 @@ def refused(mesh: engine.Mesh) -> list[str]:
             lambda: comm.scatter(None, x, 0),
             lambda: comm.scatter([x], x, 0),
             lambda: comm.scatter([x, torch.zeros(3)], x, 0),
+            lambda: comm.gather(x, 0, out=x),
+            lambda: comm.gather(x, 0, out=[x]),
+            lambda: comm.gather(x, 0, out=[x, torch.zeros(4, dtype=torch.float64)]),
+            lambda: comm.gather(x, 0, out=[x, 3]),
+            lambda: comm.gather(x, 0, out=[torch.zeros(4), torch.zeros(1).expand(4)]),
+            lambda: comm.gather(x, 0, out=[torch.zeros(4), x]),
+            lambda: comm.gather(x, 0, out=[wide[:4], x]),
+            lambda: comm.gather(wide[:4], 0, out=[wide[1:5], x]),
+            lambda: comm.gather(x, 0, out=[wide[:4], wide[2:]]),
+            lambda: comm.gather(x, 0, out=[torch.zeros(4), torch.zeros(4, requires_grad=True)]),
         ]
     return refusals(calls)
 
@@ -101,11 +137,21 @@ def test_wrong_calls_are_refused_before_anything_is_sent(world: World) -> None:
         "rank 0 is src and must give a list of 2 tensors, not None",
         "rank 0 is src and must give a list of 2 tensors, not 1 tensors",
         "the tensor for rank 1 is torch.float32 (3,), out is torch.float32 (4,)",
+        "rank 0 is dst and must give a list of 2 tensors, not one tensor",
+        "rank 0 is dst and must give a list of 2 tensors, not 1 tensors",
+        "the tensor for rank 1 is torch.float64 (4,), x is torch.float32 (4,): all are alike",
+        "gather on axis 'data': expected a tensor, got int",
+        "share memory, so it cannot be written to",
+        "the tensor for rank 1 in out shares memory with the input",
+        "the tensor for rank 1 in out shares memory with the input",
+        "the tensor for rank 0 in out shares memory with the input",
+        "two tensors of out share memory",
+        "takes part in a gradient",
     ]
     for texts in results:
         for text, part in zip(texts, expected, strict=False):
             assert part in text
-    assert [len(texts) for texts in results] == [8, 5]
+    assert [len(texts) for texts in results] == [len(expected), 5]
 
 
 def test_a_group_of_one_moves_to_itself() -> None:
@@ -116,4 +162,9 @@ def test_a_group_of_one_moves_to_itself() -> None:
     gathered = comm.gather(x, 0)
     assert gathered is not None
     assert torch.equal(gathered[0], x)
+    assert gathered[0] is not x
+    into = torch.zeros_like(x)
+    assert comm.gather(x, 0, out=[into]) == [into]
+    assert torch.equal(into, x)
+    assert comm.gather(x, 0, out=[x]) == [x]
     assert torch.equal(comm.scatter([x], torch.zeros(2, 2, dtype=x.dtype), 0), x)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Literal, overload
 
 from torch import Tensor
@@ -22,11 +23,19 @@ class Messages(Channel):
     # ---- to and from one rank --------------------------------------------------------------------------------------
 
     @overload
-    def gather(self, x: Tensor, dst: int, *, async_op: Literal[False] = False) -> list[Tensor] | None: ...
+    def gather(
+        self, x: Tensor, dst: int, *, out: Sequence[Tensor] | None = None, async_op: Literal[False] = False
+    ) -> list[Tensor] | None: ...
     @overload
-    def gather(self, x: Tensor, dst: int, *, async_op: Literal[True]) -> Work: ...
-    def gather(self, x: Tensor, dst: int, *, async_op: bool = False) -> list[Tensor] | Work | None:
-        """Return every rank's `x`, of the same shape, as a list on rank `dst`, and None elsewhere. Any dtype."""
+    def gather(self, x: Tensor, dst: int, *, out: Sequence[Tensor] | None = None, async_op: Literal[True]) -> Work: ...
+    def gather(
+        self, x: Tensor, dst: int, *, out: Sequence[Tensor] | None = None, async_op: bool = False
+    ) -> list[Tensor] | Work | None:
+        """Return every rank's `x`, of the same shape, as a list on rank `dst`, and None elsewhere. Any dtype.
+
+        `out`: only on `dst`, the tensors of that list, one for each rank, each of the shape and dtype of `x` and in
+        memory of its own, but that the one for `dst` may be `x`; ignored elsewhere.
+        """
         call = self._call("gather", x, peer=dst)
         check_peer(call, dst, self.size, "dst")
         if self.rank != dst:
@@ -36,11 +45,21 @@ class Messages(Channel):
             return self._run(
                 call, lambda t: t.exchange([(wire, dst)], [], self._new_tag()), lambda: None, wire, async_op
             )
-        parts = [x.detach().clone() if peer == dst else x.new_empty(x.shape) for peer in range(self.size)]
+        parts = [x.new_empty(x.shape) for _ in range(self.size)] if out is None else list(out)
+        buffers = parts if out is None else self._targets(call, out, x)
+        if not same_memory(parts[dst], x):
+            write(parts[dst], x)
         if self.size == 1 or x.numel() == 0:
             return self._local(parts, async_op)
-        arriving = [(part, peer) for peer, part in enumerate(parts) if peer != dst]
-        return self._run(call, lambda t: t.exchange([], arriving, self._new_tag()), lambda: parts, parts, async_op)
+        arriving = [(buffer, peer) for peer, buffer in enumerate(buffers) if peer != dst]
+
+        def finish() -> list[Tensor]:
+            for buffer, peer in arriving:
+                if buffer is not parts[peer]:
+                    write(parts[peer], buffer)
+            return parts
+
+        return self._run(call, lambda t: t.exchange([], arriving, self._new_tag()), finish, (parts, buffers), async_op)
 
     @overload
     def scatter(
@@ -56,7 +75,7 @@ class Messages(Channel):
         call = self._call("scatter", out, (out,), peer=src)
         check_peer(call, src, self.size, "src")
         if self.rank == src:
-            self._check_parts(call, xs, out)
+            self._check_parts(call, xs, out, "src")
         if out.numel() == 0:
             return self._local(out, async_op)
         if self.rank == src:
@@ -174,16 +193,34 @@ class Messages(Channel):
                 raise UsageError(f"{call}: peer {peer} is this rank itself: copy the tensor instead")
         return call
 
-    def _check_parts(self, call: Call, xs: Sequence[Tensor] | None, out: Tensor) -> None:
-        if xs is None or isinstance(xs, Tensor) or len(xs) != self.size:
-            given = "None" if xs is None else "one tensor" if isinstance(xs, Tensor) else f"{len(xs)} tensors"
+    def _check_parts(self, call: Call, parts: object, like: Tensor, role: Literal["src", "dst"]) -> None:
+        """Check the list that a root gives: to read, as `src`, or to be filled, as `dst`. All are like `like`."""
+        if not isinstance(parts, Sequence) or len(parts) != self.size:
+            other = "one tensor" if isinstance(parts, Tensor) else str(parts)
+            given = f"{len(parts)} tensors" if isinstance(parts, Sequence) else other
             raise UsageError(
-                f"{call}: rank {self.rank} is src and must give a list of {self.size} tensors, not {given}"
+                f"{call}: rank {self.rank} is {role} and must give a list of {self.size} tensors, not {given}"
             )
-        self._check_tensors(call, xs, [])
-        for peer, x in enumerate(xs):
-            if x.shape != out.shape or x.dtype != out.dtype:
+        self._check_tensors(call, *((parts, ()) if role == "src" else ((), parts)))
+        for peer, x in enumerate(parts):
+            if x.shape != like.shape or x.dtype != like.dtype:
                 raise UsageError(
-                    f"{call}: the tensor for rank {peer} is {x.dtype} {tuple(x.shape)}, out is {out.dtype} "
-                    f"{tuple(out.shape)}: all are alike"
+                    f"{call}: the tensor for rank {peer} is {x.dtype} {tuple(x.shape)}, "
+                    f"{'out' if role == 'src' else 'x'} is {like.dtype} {tuple(like.shape)}: all are alike"
                 )
+
+    def _targets(self, call: Call, out: Sequence[Tensor], x: Tensor) -> list[Tensor]:
+        """Return the memory into which the parts of a gather arrive, after checking `out`, and tell autograd."""
+        self._check_parts(call, out, x, "dst")
+        buffers = [plain(part) for part in out]
+        for peer, buffer in enumerate(buffers):
+            if overlap(buffer, x) and not (peer == self.rank and same_memory(out[peer], x)):
+                raise UsageError(
+                    f"{call}: the tensor for rank {peer} in out shares memory with the input, and is not this rank's "
+                    f"own part: give it its own"
+                )
+        if any(overlap(a, b) for a, b in pairwise(sorted(buffers, key=Tensor.data_ptr))):
+            raise UsageError(f"{call}: two tensors of out share memory: give each its own")
+        for part in out:
+            mark_changed(part)
+        return buffers
