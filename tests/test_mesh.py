@@ -112,6 +112,66 @@ def test_different_arguments_end_on_every_rank_in_one_sentence(world: World, sec
         assert seconds < 5
 
 
+def open_where_one_is_at_fault(rank: int, size: int, store: str, at_fault: int, options: dict[str, Any]) -> Any:
+    if rank == at_fault and "damaged" in options.get("tuning", ""):
+        Path(options["tuning"]).write_text("{")
+    options = {"init_timeout": 60.0, **(options if rank == at_fault else {})}
+    return error_of(open_mesh, rank, size, store, Layout(data=size), **options)
+
+
+@pytest.mark.parametrize("at_fault", [0, 1])
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"tuning": "damaged.json"}, "tuning file {}/damaged.json cannot be used: JSONDecodeError("),
+        ({"tuning": "absent/tuning.json"}, "tuning file {}/absent/tuning.json cannot be used: FileNotFoundError("),
+        ({"algorithm": "rings"}, "algorithm 'rings' is unknown (did you mean 'ring'?)"),
+        ({"transport": "shn"}, "transport='shn': choose torch"),
+        ({"device": "gpu"}, "device='gpu'"),
+        ({"timeout": 0.0}, "timeout=0.0, init_timeout=60.0: both are seconds above 0"),
+        ({"init_timeout": -1.0}, "timeout=20.0, init_timeout=-1.0: both are seconds above 0"),
+    ],
+    ids=["damaged", "unreadable", "algorithm", "transport", "device", "timeout", "init_timeout"],
+)
+def test_what_one_rank_cannot_start_with_ends_all_at_once(
+    world: World, tmp_path: Path, at_fault: int, options: dict[str, Any], text: str
+) -> None:
+    text = text.format(tmp_path)
+    if "tuning" in options:
+        options = {"tuning": str(tmp_path / options["tuning"])}
+    errors = world.run(2, open_where_one_is_at_fault, at_fault, options, mesh=False)
+    kind, own, _ = errors[at_fault]
+    assert kind == "UsageError"
+    assert text in own
+    assert errors[1 - at_fault][:2] == ("UsageError", f"rank {at_fault} cannot start: {own}")
+    assert max(seconds for _, _, seconds in errors) < 5
+
+
+FAULTY_SCRIPT = """
+import sys, os, engine
+if os.environ["RANK"] == sys.argv[1]:
+    os.environ["ENGINE_COMM_TUNING"] = "nowhere.json"
+engine.init(engine.Layout(data=2), device="cpu", init_timeout=60)
+"""
+
+
+@pytest.mark.parametrize("at_fault", [0, 1])
+def test_the_rank_that_holds_the_store_stays_until_the_others_have_heard(at_fault: int) -> None:
+    with dist_port() as port:
+        environment = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, "-c", FAULTY_SCRIPT, str(at_fault)],
+                env={**environment, "RANK": str(rank)}, cwd=ROOT, text=True, stderr=subprocess.PIPE,
+            )
+            for rank in range(2)
+        ]  # fmt: skip
+        errors = [each.communicate(timeout=60)[1].splitlines()[-1] for each in ranks]
+    assert errors[at_fault].startswith("engine.errors.UsageError: tuning file nowhere.json cannot be used")
+    told = errors[at_fault].replace("UsageError: ", f"UsageError: rank {at_fault} cannot start: ")
+    assert errors[1 - at_fault] == told
+
+
 def test_sizes_that_do_not_give_the_world_end_on_every_rank(world: World) -> None:
     arguments: Any = [(Layout(data=2, tensor=2), {})] * 3
     for kind, message, _ in world.run(3, open_with_own_arguments, arguments, mesh=False):
@@ -304,6 +364,9 @@ def inside_existing_group(rank: int, size: int, store: str) -> Any:
     try:
         wrong = error_of(engine.init, Layout(data=3), device="cpu")
         apart = error_of(engine.init, Layout(data=4) if rank else Layout(tensor=4), device="cpu")
+        algorithm = error_of(engine.init, Layout(data=4), device="cpu", algorithm="rings" if rank == 2 else None)
+        assert algorithm[0] == "UsageError"
+        assert algorithm[1].startswith("algorithm 'rings'" if rank == 2 else "rank 2 cannot start: algorithm 'rings'")
         assert apart[0] == "UsageError"
         assert "rank 1 (global 1) has" in apart[1]
         beside = error_of(open_mesh, rank, size, f"{store}.beside", Layout(data=4))

@@ -27,18 +27,18 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from engine import device as devices
 from engine.comm.algorithms.plan import Hosts
 from engine.comm.channel import Instruments
-from engine.comm.choice import Choice, read_choice
+from engine.comm.choice import Choice
 from engine.comm.communicator import Communicator
 from engine.comm.ledger import Ledger
 from engine.comm.monitor import ADDRESS_BYTES, Monitor, reachable_interface
-from engine.comm.rendezvous import agree, find_ranks, this_host
+from engine.comm.rendezvous import agree, cannot_start, find_ranks, this_host
+from engine.comm.start import check_arguments, choose, select_device
 from engine.comm.transport import TorchTransport
-from engine.errors import UsageError, did_you_mean
+from engine.errors import UsageError
 from engine.layout import AXES, Axis, Coordinate, Layout
 
 # Groups are made and warmed in this order by all ranks.
 _ORDER: tuple[Axis, ...] = ("tensor", "data", "pipeline")
-_TRANSPORTS = ("torch",)
 _SPACES = 511  # with 4 communicators each and 2**20 tags, a tag stays below 2**31
 
 
@@ -166,20 +166,27 @@ def init(
     `close`. A layout of one process needs neither torchrun nor a group.
 
     Raises LayoutError when the sizes do not give the number of processes, UsageError when torchrun's environment is
-    missing or the ranks were started with different arguments, CommunicationError when not all ranks joined in time.
-    All on every rank.
+    missing, an argument cannot work, the tuning file is damaged or the ranks were started with different arguments,
+    CommunicationError when not all ranks joined in time. All on every rank: what one of them alone cannot start with is
+    its own error there, and on the others a UsageError that quotes it.
     """
-    _check_arguments(timeout, init_timeout, host, store, transport)
-    rank, world_size, store = find_ranks(layout, store, rank, world_size, init_timeout)
+    patience = init_timeout if init_timeout > 0 else 30.0  # to tell the others that it is wrong
+    rank, world_size, store = find_ranks(layout, store, rank, world_size, patience)
     checks = os.environ.get("ENGINE_CHECKS", "0") not in ("", "0") if checks is None else checks
-    choice = _choice(algorithm, tuning)
+    choice, where, fault = Choice(), torch.device("cpu"), None
+    try:
+        check_arguments(timeout, init_timeout, host, store, transport)
+        choice = choose(algorithm, tuning)
+        where = select_device(device, rank, world_size)
+    except Exception as error:
+        fault = error
     if world_size == 1:
+        if fault is not None:
+            raise fault
         layout = layout.resolve(1)
-        where = devices.select(device, int(os.environ.get("LOCAL_RANK", 0)))
         devices.activate(where)
         instruments = Instruments(checks=checks, choice=choice)
         return _mesh(layout, rank, where, seed, None, {}, None, instruments=instruments)
-    where = devices.select(device, int(os.environ.get("LOCAL_RANK", rank)))
     # Compared before the sizes are judged: ranks that were given different layouts should hear that.
     started = {
         "layout": str(layout),
@@ -193,9 +200,9 @@ def init(
     }
     if store is not None:
         store = PrefixStore(f"engine/{store.add(f'engine/open/{rank}', 1)}", store)
-        agree(store, rank, world_size, started, init_timeout)
+        agree(store, rank, world_size, started, patience, fault)
     else:
-        _check_existing_group(rank, world_size, where, started)
+        _check_existing_group(rank, world_size, where, started, fault)
     layout = layout.resolve(world_size)
     devices.activate(where)
     limit = timedelta(seconds=timeout)
@@ -307,31 +314,6 @@ def _mesh(
     return Mesh(layout, rank, device, seed, communicators, close_groups, instruments)
 
 
-def _check_arguments(
-    timeout: float, init_timeout: float, host: str | None, store: Store | None, transport: str | None
-) -> None:
-    if timeout <= 0 or init_timeout <= 0:
-        raise UsageError(f"timeout={timeout}, init_timeout={init_timeout}: both are seconds above 0")
-    if host is not None and not 0 < len(host.encode()) <= ADDRESS_BYTES:
-        raise UsageError(f"host={host!r}: a name of 1 to {ADDRESS_BYTES} bytes")
-    if store is not None and dist.is_initialized():
-        raise UsageError(
-            "store= makes torch's default process group, but there is one already: leave store, rank and world_size "
-            "out to use that one, or destroy it first"
-        )
-    transport = transport or os.environ.get("ENGINE_TRANSPORT") or "torch"
-    if transport not in _TRANSPORTS:
-        hint = did_you_mean(transport, _TRANSPORTS)
-        raise UsageError(f"transport={transport!r}{hint}: choose {', '.join(_TRANSPORTS)}")
-
-
-def _choice(algorithm: str | None, tuning: str | os.PathLike[str] | None) -> Choice:
-    """Return how algorithms are chosen: by argument, by environment, or by the built-in rules."""
-    forced = algorithm or os.environ.get("ENGINE_ALGORITHM") or None
-    path = tuning or os.environ.get("ENGINE_COMM_TUNING") or None
-    return Choice(forced=forced) if path is None else read_choice(os.fspath(path), forced)
-
-
 def _hosts(ranks: Sequence[int], names: Sequence[str]) -> Hosts:
     """Return the positions inside a group that share a host, for each host."""
     if not names:
@@ -377,17 +359,25 @@ def _open_world(store: Store, rank: int, world_size: int, device: torch.device, 
     )
 
 
-def _check_existing_group(rank: int, world_size: int, device: torch.device, started: dict[str, object]) -> None:
-    """Check that torch's default group serves the device, and that all of its ranks were started alike."""
+def _check_existing_group(
+    rank: int, world_size: int, device: torch.device, started: dict[str, object], fault: Exception | None
+) -> None:
+    """Check that torch's default group serves the device, and that all of its ranks can start and were started alike.
+    fault: why this one cannot.
+    """
     backend = devices.backend(device)
     if backend not in dist.get_backend_config():
-        raise UsageError(
+        raise fault or UsageError(
             f"torch's default process group is on {dist.get_backend_config()}, but device {device} needs {backend}: "
             f"make it with that backend, or let engine.init make it"
         )
     devices.activate(device)
     transport = _world_transport(world_size)
     world = Communicator("world", range(world_size), rank, device, where=f"rank {rank}", transport=transport)
+    faulty = world.all_gather(torch.tensor([fault is not None], device=device)).nonzero().flatten().tolist()
+    if faulty:
+        told = world.broadcast_object("" if fault is None else cannot_start(rank, fault), faulty[0])
+        raise fault or UsageError(told)
     world.check_equal("what engine.init was called with", started)
     world.close()
 

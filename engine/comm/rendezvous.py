@@ -5,6 +5,7 @@ Nothing here can hang: every wait has a limit, and what is compared goes through
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -15,10 +16,12 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 from torch.distributed.rendezvous import rendezvous
 
-from engine.errors import CommunicationError, UsageError
+from engine.errors import CommunicationError, EngineError, UsageError
 from engine.layout import Layout
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_FAULT = "cannot start"  # the key of a rank's record that holds why
+_HEARING = timedelta(seconds=5)
 
 
 def find_ranks(
@@ -76,39 +79,83 @@ def this_host() -> str:
         return socket.gethostname()
 
 
-def agree(store: Store, rank: int, world_size: int, started: dict[str, object], init_timeout: float) -> None:
-    """Compare over the store what every rank was started with; rank 0 reads all and gives one verdict to all."""
+def cannot_start(rank: int, fault: Exception) -> str:
+    """Return what the other ranks say of one that cannot start."""
+    kind = "" if isinstance(fault, EngineError) else f"{type(fault).__name__}: "
+    return f"rank {rank} cannot start: {kind}{fault}"
+
+
+def agree(
+    store: Store,
+    rank: int,
+    world_size: int,
+    started: dict[str, object],
+    init_timeout: float,
+    fault: Exception | None = None,
+) -> None:
+    """Compare over the store what every rank was started with; rank 0 reads all and gives one verdict to all.
+
+    fault: why this rank cannot start; raised here, after the others can hear it.
+    """
     limit = timedelta(seconds=init_timeout)
-    store.set(f"started/{rank}", json.dumps(started))
-    if rank != 0:
-        try:
-            store.wait(["verdict"], limit + timedelta(seconds=5))
-        except (RuntimeError, TimeoutError) as error:
-            raise CommunicationError(
-                f"rank {rank} of {world_size} waited {init_timeout:g} s for rank 0, which has not joined: "
-                f"start every rank, or raise init_timeout"
-            ) from error
-        verdict = store.get("verdict").decode()
-    else:
-        verdict = _verdict(store, world_size, started, limit)
+    store.set(f"started/{rank}", json.dumps(started if fault is None else {_FAULT: cannot_start(rank, fault)}))
+    verdict = ""
+    if rank == 0:
+        verdict = _verdict(store, world_size, started, limit) if fault is None else cannot_start(0, fault)
         store.set("verdict", verdict)
+        if verdict:
+            _wait_until_heard(store, world_size, everyone=fault is not None)
+    else:
+        if fault is None:
+            verdict = _hear(store, rank, world_size, limit)
+        if verdict or fault is not None:
+            store.set(f"heard/{rank}", "")
+    if fault is not None:
+        raise fault
     if verdict.startswith("missing"):
         raise CommunicationError(verdict)
     if verdict:
         raise UsageError(verdict)
 
 
+def _hear(store: Store, rank: int, world_size: int, limit: timedelta) -> str:
+    """Return rank 0's verdict."""
+    try:
+        store.wait(["verdict"], limit + timedelta(seconds=5))
+    except (RuntimeError, TimeoutError) as error:
+        raise CommunicationError(
+            f"rank {rank} of {world_size} waited {limit.total_seconds():g} s for rank 0, which has not joined: "
+            f"start every rank, or raise init_timeout"
+        ) from error
+    return store.get("verdict").decode()
+
+
+def _wait_until_heard(store: Store, world_size: int, *, everyone: bool) -> None:
+    """Let the others read a verdict that ends this process: the store may live in it. everyone: also who has not
+    joined yet.
+    """
+    others = [rank for rank in range(1, world_size) if everyone or store.check([f"started/{rank}"])]
+    with contextlib.suppress(RuntimeError, TimeoutError):
+        store.wait([f"heard/{rank}" for rank in others], _HEARING)
+
+
 def _verdict(store: Store, world_size: int, started: dict[str, object], limit: timedelta) -> str:
+    absent: list[int] = []
     try:
         store.wait([f"started/{other}" for other in range(world_size)], limit)
     except (RuntimeError, TimeoutError):
         absent = [other for other in range(world_size) if not store.check([f"started/{other}"])]
+    others = [other for other in range(1, world_size) if other not in absent]
+    records = {other: json.loads(store.get(f"started/{other}").decode()) for other in others}
+    for theirs in records.values():
+        if _FAULT in theirs:
+            return str(theirs[_FAULT])
+    if absent:
         return (
             f"missing ranks {absent}: {world_size - len(absent)} of {world_size} joined within "
             f"{limit.total_seconds():g} s: start every rank, or raise init_timeout"
         )
-    for other in range(1, world_size):
-        theirs = json.loads(store.get(f"started/{other}").decode())
+    for other, theirs in records.items():
         for key, mine in started.items():
             if theirs[key] != mine:
                 return (

@@ -1,0 +1,50 @@
+"""What a rank judges by itself before it meets the others: arguments, the choice of algorithms, its device.
+
+Its error is not raised on the spot: `engine.init` lets the other ranks hear it first, who would wait for this one.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
+
+from engine import device as devices
+from engine.comm.choice import Choice, read_choice
+from engine.comm.monitor import ADDRESS_BYTES
+from engine.errors import UsageError, did_you_mean
+
+_TRANSPORTS = ("torch",)
+
+
+def check_arguments(
+    timeout: float, init_timeout: float, host: str | None, store: Store | None, transport: str | None
+) -> None:
+    """Raise UsageError for arguments of `engine.init` that cannot work."""
+    if timeout <= 0 or init_timeout <= 0:
+        raise UsageError(f"timeout={timeout}, init_timeout={init_timeout}: both are seconds above 0")
+    if host is not None and not 0 < len(host.encode()) <= ADDRESS_BYTES:
+        raise UsageError(f"host={host!r}: a name of 1 to {ADDRESS_BYTES} bytes")
+    if store is not None and dist.is_initialized():
+        raise UsageError(
+            "store= makes torch's default process group, but there is one already: leave store, rank and world_size "
+            "out to use that one, or destroy it first"
+        )
+    transport = transport or os.environ.get("ENGINE_TRANSPORT") or "torch"
+    if transport not in _TRANSPORTS:
+        hint = did_you_mean(transport, _TRANSPORTS)
+        raise UsageError(f"transport={transport!r}{hint}: choose {', '.join(_TRANSPORTS)}")
+
+
+def choose(algorithm: str | None, tuning: str | os.PathLike[str] | None) -> Choice:
+    """Return how algorithms are chosen: by argument, by environment, or by the built-in rules."""
+    forced = algorithm or os.environ.get("ENGINE_ALGORITHM") or None
+    path = tuning or os.environ.get("ENGINE_COMM_TUNING") or None
+    return Choice(forced=forced) if path is None else read_choice(os.fspath(path), forced)
+
+
+def select_device(device: str, rank: int, world_size: int) -> torch.device:
+    """Return the device of this process."""
+    return devices.select(device, int(os.environ.get("LOCAL_RANK", rank if world_size > 1 else 0)))
