@@ -30,6 +30,10 @@ class CommunicationError(EngineError, RuntimeError):
     """A peer or the backend failed, or a collective ran past its time limit."""
 
 
+class MemoryShortageError(EngineError, MemoryError):
+    """The machine, or a limit on it, has less memory than was asked for; nothing was taken."""
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return ` (did you mean 'x'?)` for the known name nearest to `name`, or an empty string."""
     close = difflib.get_close_matches(name, list(known), n=1)

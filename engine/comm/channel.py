@@ -22,7 +22,7 @@ from engine.comm.checks import check_call
 from engine.comm.choice import NATIVE, OPERATIONS, Choice, Thresholds, algorithms_of
 from engine.comm.ledger import Ledger, payload_bytes, wire_bytes
 from engine.comm.monitor import Monitor
-from engine.comm.transport import BackendError, TorchTransport, Works
+from engine.comm.transport import BackendError, Calls, Transport, Works
 from engine.comm.work import Work
 from engine.device import backend, reducible
 from engine.errors import CommunicationError, UsageError, did_you_mean
@@ -53,7 +53,7 @@ class Channel:
         device: torch.device,
         *,
         where: str,
-        transport: TorchTransport | None,
+        transport: Transport | None,
         planned: bool = False,
         hosts: Hosts = (),
         space: int = 0,
@@ -77,15 +77,18 @@ class Channel:
         self._label = where.replace("{", "{{").replace("}", "}}") + f": {{}} on axis {name!r}"
         self._transport = transport
         self._messenger = None if transport is None else Messenger(transport, space)
-        self._reducible = reducible(device)
+        own = None if transport is None else transport.reducible
+        self._reducible = reducible(device) if own is None else own
         # NCCL and HCCL ignore tags, so a header could be taken for a message there.
         self._tagged = backend(device) == "gloo"
+        self._loses_nan = self._tagged and transport is not None and not transport.keeps_nan
         self._planned = planned
         self._closed = False
         self._plans: dict[tuple[object, ...], tuple[Plan, bool]] = {}
         instruments = instruments or Instruments()
         self._ledger, self._monitor, self._checks = instruments.ledger, instruments.monitor, instruments.checks
-        choice, group = instruments.choice, (self.size, len(self.hosts), backend(device))
+        kind = backend(device) if transport is None or transport.name == "torch" else transport.name
+        choice, group = instruments.choice, (self.size, len(self.hosts), kind)
         self._thresholds: dict[bool, dict[str, Thresholds]] = {
             asynchronous: {name: choice.thresholds(name, *group, asynchronous=asynchronous) for name in OPERATIONS}
             for asynchronous in (False, True)
@@ -100,6 +103,10 @@ class Channel:
 
     def __repr__(self) -> str:
         return f"Communicator({self.name!r}, rank {self.rank} of {self.size}, {self.transport} on {self.device})"
+
+    def memory(self) -> dict[str, int]:
+        """Return the bytes of shared memory that this rank has reserved for this group, by what for. Not collective."""
+        return self._transport.memory() if self._transport is not None and not self._closed else {}
 
     def close(self) -> None:
         """Drop the process group. Called by Mesh.close; every later call that would send raises."""
@@ -151,7 +158,13 @@ class Channel:
                     algorithm = name
                     break
         assert algorithm is not None  # the last threshold is for any size
-        if asked is None and algorithm == NATIVE and call.op in ("max", "min") and self._tagged and call.x is not None:
+        if (
+            asked is None
+            and algorithm == NATIVE
+            and call.op in ("max", "min")
+            and self._loses_nan
+            and call.x is not None
+        ):
             # gloo's largest and smallest lose NaN, element by element.
             algorithm = _NAN_SAFE.get(call.name, NATIVE) if call.x.is_floating_point() else NATIVE
         call.algorithm = algorithm
@@ -183,7 +196,7 @@ class Channel:
     def _run(
         self,
         call: Call,
-        start: Callable[[TorchTransport], Works],
+        start: Callable[[Calls], Works],
         finish: Callable[[], _R],
         buffers: object,
         async_op: bool,
@@ -196,7 +209,7 @@ class Channel:
         self.current = call
         self.since = started = time.perf_counter()
         try:
-            works = start(transport)
+            works = start(transport.queued() if async_op else transport)
             # Rounds after the first need this thread. If they ran in the caller's own order of waiting, ranks that
             # wait in different orders would wait for each other.
             if not async_op or (works and isinstance(works[0], Operation) and works[0].in_rounds):
@@ -244,7 +257,7 @@ class Channel:
         """Hand back what a group of one, or an empty tensor, gives without sending."""
         return Work(lambda: None, lambda: result, None) if async_op else result
 
-    def _live(self, call: Call) -> TorchTransport:
+    def _live(self, call: Call) -> Transport:
         if self._planned:
             raise UsageError(f"{call}: this mesh is a plan without processes; nothing can be sent on it")
         if self._closed:
@@ -272,7 +285,7 @@ class Channel:
         ) from error
 
 
-def _settle(transport: TorchTransport, works: Works) -> None:
+def _settle(transport: Calls, works: Works) -> None:
     """Wait for what was started: the engine's own operation, or a transport's works."""
     if works and isinstance(works[0], Operation):
         works[0].wait()

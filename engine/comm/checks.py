@@ -18,13 +18,13 @@ from engine.comm.algorithms.run import Operation
 from engine.comm.arguments import shape_of
 from engine.comm.call import Call
 from engine.comm.source import source_line
-from engine.comm.transport import TorchTransport
+from engine.comm.transport import Calls
 from engine.errors import UsageError
 
 _WIDTH = 768  # bytes of what a rank says of its call
 
 
-def check_call(call: Call, algorithm: str, transport: TorchTransport, device: torch.device) -> None:
+def check_call(call: Call, algorithm: str, transport: Calls, device: torch.device) -> None:
     """Compare `call` over the group. Raises UsageError on every rank, with each side's source line.
 
     The line is reported and not compared: a root and its receivers may call from different branches.
@@ -56,7 +56,7 @@ class CheckedExchange(Operation):
     def __init__(
         self,
         call: Call,
-        transport: TorchTransport,
+        transport: Calls,
         sends: Sequence[tuple[Tensor, int]],
         receives: Sequence[tuple[Tensor, int]],
         tag: int,
@@ -95,7 +95,7 @@ def fingerprint(x: Tensor) -> str:
     return f"{shape_of(x)} {hashlib.sha256(bytes(data.untyped_storage())).hexdigest()[:16]}"
 
 
-def _share(text: str, transport: TorchTransport, device: torch.device) -> list[str]:
+def _share(text: str, transport: Calls, device: torch.device) -> list[str]:
     """Return every rank's text."""
     own = _encode(text).to(device)
     every = own.new_empty(len(transport.ranks) * _WIDTH)

@@ -9,7 +9,7 @@ give the same result.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, overload
 
 import torch
@@ -33,7 +33,8 @@ from engine.comm.arguments import (
 )
 from engine.comm.call import Call
 from engine.comm.messages import Messages
-from engine.comm.transport import TorchTransport, Works
+from engine.comm.objects import broadcast_object
+from engine.comm.transport import Calls, Works
 from engine.comm.work import Work
 from engine.errors import DtypeError, UsageError
 
@@ -216,7 +217,7 @@ class Communicator(Messages):
             wire_dtype is not None or self._choose(call, x.numel() * x.element_size(), algorithm, async_op) == "native"
         )
 
-        def start(t: TorchTransport) -> Works:
+        def start(t: Calls) -> Works:
             if wire_dtype is not None:
                 return self._compressed(flat(wire), wire_dtype, flat(into), share=False)
             return t.reduce_scatter(into, wire, wire_op) if native else self._scatter(call, wire, into, wire_op)
@@ -319,6 +320,31 @@ class Communicator(Messages):
             async_op,
         )
 
+    def allocate(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return a tensor of zeros on this group's device. Collectives of this group read it, and views of it, where it
+        lies, when the ranks share memory (transport `shm`); elsewhere it is an ordinary tensor.
+
+        All ranks of the group call it with the same shape and dtype. The memory goes back when nothing refers to it
+        any more, on all ranks, and may outlive the mesh. Raises UsageError for a negative size, and MemoryShortageError
+        on every rank, with what is needed and what is free, before anything is taken.
+        """
+        sizes = torch.Size(shape)
+        call = Call(self._label, "allocate", None)
+        if any(size < 0 for size in sizes):
+            raise UsageError(f"{call}: shape {tuple(sizes)} has a negative size")
+        nbytes = sizes.numel() * dtype.itemsize
+        if nbytes and self._transport is not None and self.device.type == "cpu":
+            box: list[Tensor | None] = []
+
+            def start(_: Calls) -> Works:
+                box.append(self._live(call).allocate(nbytes))
+                return []
+
+            memory = self._run(call, start, lambda: box[0], None, False)
+            if isinstance(memory, Tensor):
+                return memory.view(dtype).view(sizes)
+        return torch.zeros(sizes, dtype=dtype, device=self.device)
+
     # ---- without tensors -------------------------------------------------------------------------------------------
 
     def barrier(self) -> None:
@@ -339,8 +365,8 @@ class Communicator(Messages):
             return value
         box: list[Any] = []
 
-        def start(transport: TorchTransport) -> Works:
-            box.append(transport.broadcast_object(value, src, self.device))
+        def start(transport: Calls) -> Works:
+            box.append(broadcast_object(transport, value, src, self.rank, self.device))
             return []
 
         return self._run(call, start, lambda: box[0], None, False)
@@ -368,9 +394,7 @@ class Communicator(Messages):
 
     # ---- inside ----------------------------------------------------------------------------------------------------
 
-    def _in_place(
-        self, call: Call, async_op: bool, start: Callable[[TorchTransport, Tensor, str], Works]
-    ) -> Tensor | Work:
+    def _in_place(self, call: Call, async_op: bool, start: Callable[[Calls, Tensor, str], Works]) -> Tensor | Work:
         """Run a reduction of the call's tensor in place. `start` gets contiguous memory, and the op on the wire."""
         x, op = call.x, call.op
         assert x is not None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import atexit
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from types import TracebackType
@@ -25,20 +25,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from engine import device as devices
-from engine.comm.algorithms.plan import Hosts
 from engine.comm.channel import Instruments
 from engine.comm.choice import Choice
 from engine.comm.communicator import Communicator
+from engine.comm.groups import ORDER, check_existing_group, hosts_of, make_groups, open_world, share
 from engine.comm.ledger import Ledger
-from engine.comm.monitor import ADDRESS_BYTES, Monitor, reachable_interface
-from engine.comm.rendezvous import agree, cannot_start, find_ranks, this_host
-from engine.comm.start import check_arguments, choose, select_device
-from engine.comm.transport import TorchTransport
+from engine.comm.monitor import Monitor, reachable_interface
+from engine.comm.rendezvous import agree, find_ranks, this_host
+from engine.comm.shm import Listener, SharedMemoryTransport, open_groups, own_address
+from engine.comm.start import check_arguments, choose, choose_transport, select_device
+from engine.comm.transport import TorchTransport, Transport
 from engine.errors import UsageError
-from engine.layout import AXES, Axis, Coordinate, Layout
+from engine.layout import AXES, Coordinate, Layout
 
-# Groups are made and warmed in this order by all ranks.
-_ORDER: tuple[Axis, ...] = ("tensor", "data", "pipeline")
 _SPACES = 511  # with 4 communicators each and 2**20 tags, a tag stays below 2**31
 
 
@@ -56,10 +55,11 @@ class Mesh:
         device: torch.device,
         seed: int,
         communicators: dict[str, Communicator],
+        groups: Mapping[str, TorchTransport],
         close_groups: Callable[[], None] | None,
         instruments: Instruments | None = None,
     ) -> None:
-        """Made by `init` or `plan_mesh`."""
+        """Made by `init` or `plan_mesh`. groups: torch's, by axis, whatever moves the bytes."""
         instruments = instruments or Instruments()
         self.ledger: Ledger = instruments.ledger
         self.checks = instruments.checks
@@ -73,6 +73,7 @@ class Mesh:
         self.tensor = communicators["tensor"]
         self.pipeline = communicators["pipeline"]
         self.world = communicators["world"]
+        self._groups = dict(groups)
         self._close_groups = close_groups
         self._device_mesh: DeviceMesh | None = None
         self._closed = False
@@ -95,10 +96,17 @@ class Mesh:
         if self._device_mesh is None:
             layout = self.layout
             names = [axis for axis in ("pipeline", "data", "tensor") if getattr(layout, axis) > 1]
-            groups = [getattr(self, name)._transport.group for name in names]
+            groups = [group for name in names if (group := self._groups[name].group) is not None]
             ranks = torch.arange(layout.world_size).view([getattr(layout, name) for name in names])
             self._device_mesh = DeviceMesh.from_group(groups, self.device.type, mesh=ranks, mesh_dim_names=tuple(names))
         return self._device_mesh
+
+    def memory(self) -> dict[str, dict[str, int]]:
+        """Return the bytes of shared memory that this rank has reserved for each communicator that has any: `staging`,
+        for tensors that lie elsewhere, and `allocated`, by `Communicator.allocate`. Not collective.
+        """
+        used = {comm.name: comm.memory() for comm in (self.data, self.tensor, self.pipeline, self.world)}
+        return {name: sizes for name, sizes in used.items() if sizes}
 
     def close(self) -> None:
         """Give the groups back; every rank calls it, nobody waits for another. Calling twice is harmless.
@@ -115,6 +123,9 @@ class Mesh:
             self._monitor.close()  # first, so that who asks hears that this rank has left
         for comm in (self.tensor, self.data, self.pipeline, self.world):
             comm.close()
+        for group in self._groups.values():
+            group.close()
+        self._groups.clear()
         if self._close_groups is not None:
             self._close_groups()
             self._close_groups = None
@@ -147,6 +158,7 @@ def init(
     algorithm: str | None = None,
     tuning: str | os.PathLike[str] | None = None,
     host: str | None = None,
+    staging_mib: int = 64,
     store: Store | None = None,
     rank: int | None = None,
     world_size: int | None = None,
@@ -156,7 +168,8 @@ def init(
     layout: the axis sizes; data=-1 fills up. device: auto, cpu, cuda or npu. timeout: seconds that any collective may
     take. init_timeout: seconds to wait for all ranks to join. seed: seeds the layers of PipelineModel and the streams
     of TrainStep; torch's own generator is left alone. checks: compare every collective over its group before it runs;
-    None: as ENGINE_CHECKS=1 says. transport: how bytes move, `torch` today; None: ENGINE_TRANSPORT. algorithm: take
+    None: as ENGINE_CHECKS=1 says. transport: how bytes move: `torch`, or `shm` inside each
+    host, shared memory; None: ENGINE_TRANSPORT, or else shm where there is such (Linux, CPU). algorithm: take
     this one for every collective that has it; None: ENGINE_ALGORITHM. tuning: a file of measured choices between
     algorithms on gloo; None: ENGINE_COMM_TUNING, or else built-in rules. host: a name for the machine that this rank is
     on, by which hierarchical algorithms group ranks; None: found out. store, rank, world_size: all three together
@@ -175,9 +188,10 @@ def init(
     checks = os.environ.get("ENGINE_CHECKS", "0") not in ("", "0") if checks is None else checks
     choice, where, fault = Choice(), torch.device("cpu"), None
     try:
-        check_arguments(timeout, init_timeout, host, store, transport)
+        check_arguments(timeout, init_timeout, host, store, staging_mib)
         choice = choose(algorithm, tuning)
         where = select_device(device, rank, world_size)
+        transport = choose_transport(transport, where)
     except Exception as error:
         fault = error
     if world_size == 1:
@@ -186,7 +200,7 @@ def init(
         layout = layout.resolve(1)
         devices.activate(where)
         instruments = Instruments(checks=checks, choice=choice)
-        return _mesh(layout, rank, where, seed, None, {}, None, instruments=instruments)
+        return _mesh(layout, rank, where, seed, {}, {}, None, instruments=instruments)
     # Compared before the sizes are judged: ranks that were given different layouts should hear that.
     started = {
         "layout": str(layout),
@@ -197,19 +211,23 @@ def init(
         "torch": torch.__version__,
         "checks": checks,
         "algorithms": repr(choice),
+        "transport": transport,
+        "staging_mib": staging_mib,
     }
     if store is not None:
         store = PrefixStore(f"engine/{store.add(f'engine/open/{rank}', 1)}", store)
         agree(store, rank, world_size, started, patience, fault)
     else:
-        _check_existing_group(rank, world_size, where, started, fault)
+        check_existing_group(rank, world_size, where, started, fault)
     layout = layout.resolve(world_size)
     devices.activate(where)
     limit = timedelta(seconds=timeout)
     if store is not None:
-        _open_world(store, rank, world_size, where, limit)
+        open_world(store, rank, world_size, where, limit)
     name = this_host() if host is None else host
-    return _open(layout, rank, where, seed, limit, name, Instruments(checks=checks, choice=choice), store is not None)
+    shared = (timeout, staging_mib << 20) if transport == "shm" else None
+    instruments = Instruments(checks=checks, choice=choice)
+    return _open(layout, rank, where, seed, limit, name, instruments, store is not None, shared)
 
 
 def _open(
@@ -221,10 +239,14 @@ def _open(
     host: str,
     instruments: Instruments,
     own_world: bool,
+    shared: tuple[float, int] | None,
 ) -> Mesh:
-    """Make the groups, the monitor and the mesh over torch's default group, and warm the groups up."""
+    """Make the groups, the monitor and the mesh over torch's default group, and warm the groups up. shared: for shared
+    memory its time limit and the bytes that each group may take.
+    """
     made: list[dist.ProcessGroup] = []
     monitor: Monitor | None = None
+    inside: dict[str, SharedMemoryTransport] = {}
 
     def close_groups() -> None:
         while made:
@@ -233,28 +255,54 @@ def _open(
             dist.destroy_process_group()
 
     try:
-        transports = _groups(layout, rank, limit, device, made)
-        world = _world_transport(layout.world_size)
-        names = _share(host, world, device)
+        groups = make_groups(layout, rank, limit, device, made)
+        world = groups["world"]
+        names = share(host, world, device)
         monitor = Monitor(rank, reachable_interface(len(set(names)), os.environ.get("MASTER_ADDR")))
         instruments = replace(instruments, monitor=monitor)
-        addresses = _share(monitor.address, world, device)
+        addresses = share(monitor.address, world, device)
         # Meshes may share a process group: rank 0's token tells this one's messages from another's.
         space = int(addresses[0].rpartition(":")[2][:4], 16) % _SPACES
+        if shared is not None:
+            inside = _share_memory(layout, rank, names, world, device, *shared)
         mesh = _mesh(
-            layout, rank, device, seed, world, transports, close_groups,
+            layout, rank, device, seed, {**groups, **inside}, groups, close_groups,
             instruments=instruments, names=names, space=space,
         )  # fmt: skip
         monitor.watch((mesh.world, mesh.data, mesh.tensor, mesh.pipeline), addresses)
-        for comm in (mesh.world, *(getattr(mesh, axis) for axis in _ORDER)):
+        for comm in (mesh.world, *(getattr(mesh, axis) for axis in ORDER)):
             comm.barrier()
     except BaseException:
+        for each in inside.values():
+            each.close()
         close_groups()
         if monitor is not None:
             monitor.close()
         raise
     atexit.register(mesh.close)
     return mesh
+
+
+def _share_memory(
+    layout: Layout,
+    rank: int,
+    names: Sequence[str],
+    world: TorchTransport,
+    device: torch.device,
+    limit: float,
+    staging: int,
+) -> dict[str, SharedMemoryTransport]:
+    """Return this rank's transports for the groups that lie on one host."""
+    listener = Listener()
+    try:
+        addresses = share(own_address(listener), world, device)
+        ranks: dict[str, Sequence[int]] = {"world": range(layout.world_size)}
+        ranks |= {axis: layout.ranks(axis, rank) for axis in ORDER}
+        here = {name: [r for r in each if names[r] == names[rank]] for name, each in ranks.items()}
+        found = open_groups(here, rank, listener, addresses, limit=limit, staging=staging)
+        return {name: each for name, each in found.items() if len(here[name]) == len(ranks[name])}
+    finally:
+        listener.close()
 
 
 def plan_mesh(layout: Layout, rank: int, *, seed: int = 0) -> Mesh:
@@ -264,7 +312,7 @@ def plan_mesh(layout: Layout, rank: int, *, seed: int = 0) -> Mesh:
     For shapes, shards and plans of any layout in one process, on the CPU. Raises LayoutError for a rank outside the
     layout.
     """
-    return _mesh(layout, rank, torch.device("cpu"), seed, None, {}, None, planned=True)
+    return _mesh(layout, rank, torch.device("cpu"), seed, {}, {}, None, planned=True)
 
 
 def _mesh(
@@ -272,8 +320,8 @@ def _mesh(
     rank: int,
     device: torch.device,
     seed: int,
-    world: TorchTransport | None,
-    transports: dict[Axis, TorchTransport],
+    transports: Mapping[str, Transport],
+    groups: Mapping[str, TorchTransport],
     close_groups: Callable[[], None] | None,
     planned: bool = False,
     instruments: Instruments | None = None,
@@ -294,7 +342,7 @@ def _mesh(
             where=where,
             transport=transports.get(axis),
             planned=planned and len(ranks) > 1,
-            hosts=_hosts(ranks, names),
+            hosts=hosts_of(ranks, names),
             space=4 * space + number,
             instruments=instruments,
         )
@@ -305,85 +353,10 @@ def _mesh(
         rank,
         device,
         where=where,
-        transport=world,
+        transport=transports.get("world"),
         planned=planned,
-        hosts=_hosts(everyone, names),
+        hosts=hosts_of(everyone, names),
         space=4 * space,
         instruments=instruments,
     )
-    return Mesh(layout, rank, device, seed, communicators, close_groups, instruments)
-
-
-def _hosts(ranks: Sequence[int], names: Sequence[str]) -> Hosts:
-    """Return the positions inside a group that share a host, for each host."""
-    if not names:
-        return (tuple(range(len(ranks))),)
-    here = [names[rank] for rank in ranks]
-    return tuple(tuple(i for i, name in enumerate(here) if name == host) for host in dict.fromkeys(here))
-
-
-def _share(text: str, world: TorchTransport, device: torch.device) -> list[str]:
-    """Return every rank's text, of at most ADDRESS_BYTES bytes."""
-    data = bytearray(text.encode()[:ADDRESS_BYTES].ljust(ADDRESS_BYTES))
-    own = torch.frombuffer(data, dtype=torch.uint8).to(device)
-    every = own.new_empty(len(world.ranks) * ADDRESS_BYTES)
-    world.wait(world.all_gather(every, own))
-    return [bytes(part.tolist()).decode().rstrip() for part in every.cpu().split(ADDRESS_BYTES)]
-
-
-def _groups(
-    layout: Layout, rank: int, timeout: timedelta, device: torch.device, made: list[dist.ProcessGroup]
-) -> dict[Axis, TorchTransport]:
-    """Make the groups of every axis, all ranks in one order; return this rank's."""
-    own: dict[Axis, TorchTransport] = {}
-    for axis in _ORDER:
-        if getattr(layout, axis) == 1:
-            continue
-        if getattr(layout, axis) == layout.world_size:
-            own[axis] = _world_transport(layout.world_size)
-            continue
-        for ranks in layout.groups(axis):
-            # new_group would take torch's own time limit, not the world's.
-            group = dist.new_group(list(ranks), timeout=timeout, backend=devices.backend(device))
-            if rank in ranks:
-                made.append(group)
-                own[axis] = TorchTransport(group, ranks)
-    return own
-
-
-def _open_world(store: Store, rank: int, world_size: int, device: torch.device, timeout: timedelta) -> None:
-    """Make torch's default group over `store`."""
-    arguments = devices.group_arguments(device)
-    dist.init_process_group(
-        devices.backend(device), store=store, rank=rank, world_size=world_size, timeout=timeout, **arguments
-    )
-
-
-def _check_existing_group(
-    rank: int, world_size: int, device: torch.device, started: dict[str, object], fault: Exception | None
-) -> None:
-    """Check that torch's default group serves the device, and that all of its ranks can start and were started alike.
-    fault: why this one cannot.
-    """
-    backend = devices.backend(device)
-    if backend not in dist.get_backend_config():
-        raise fault or UsageError(
-            f"torch's default process group is on {dist.get_backend_config()}, but device {device} needs {backend}: "
-            f"make it with that backend, or let engine.init make it"
-        )
-    devices.activate(device)
-    transport = _world_transport(world_size)
-    world = Communicator("world", range(world_size), rank, device, where=f"rank {rank}", transport=transport)
-    faulty = world.all_gather(torch.tensor([fault is not None], device=device)).nonzero().flatten().tolist()
-    if faulty:
-        told = world.broadcast_object("" if fault is None else cannot_start(rank, fault), faulty[0])
-        raise fault or UsageError(told)
-    world.check_equal("what engine.init was called with", started)
-    world.close()
-
-
-def _world_transport(world_size: int) -> TorchTransport:
-    group = dist.group.WORLD
-    if group is None:
-        raise UsageError("torch's default process group is gone: it was destroyed while the mesh was being opened")
-    return TorchTransport(group, range(world_size))
+    return Mesh(layout, rank, device, seed, communicators, groups, close_groups, instruments)

@@ -12,7 +12,7 @@ from engine.comm.arguments import check_peer, mark_changed, overlap, plain, same
 from engine.comm.call import Call
 from engine.comm.channel import Channel
 from engine.comm.checks import CheckedExchange
-from engine.comm.transport import TorchTransport, Works
+from engine.comm.transport import Calls, Works
 from engine.comm.work import Work
 from engine.errors import UsageError
 
@@ -172,7 +172,7 @@ class Messages(Channel):
     def _start_messages(
         self,
         call: Call,
-        transport: TorchTransport,
+        transport: Calls,
         sends: Sequence[tuple[Tensor, int]],
         receives: Sequence[tuple[Tensor, int]],
     ) -> Works:

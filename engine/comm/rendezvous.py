@@ -70,11 +70,13 @@ def find_ranks(
 
 
 def this_host() -> str:
-    """Return a name that all processes of this machine share and no other machine has: Linux's id of this boot, where
-    there is one, since host names repeat between containers.
+    """Return a name that all processes of this machine share and no other machine has: Linux's id of this boot and of
+    this network, where there are such, since host names repeat between containers, and containers on one machine do
+    not reach each other's sockets.
     """
     try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        network = os.stat("/proc/self/ns/net").st_ino
+        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}-{network}"
     except OSError:
         return socket.gethostname()
 

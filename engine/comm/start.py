@@ -14,13 +14,14 @@ from torch.distributed.distributed_c10d import Store
 from engine import device as devices
 from engine.comm.choice import Choice, read_choice
 from engine.comm.monitor import ADDRESS_BYTES
+from engine.comm.shm import missing
 from engine.errors import UsageError, did_you_mean
 
-_TRANSPORTS = ("torch",)
+TRANSPORTS = ("torch", "shm")
 
 
 def check_arguments(
-    timeout: float, init_timeout: float, host: str | None, store: Store | None, transport: str | None
+    timeout: float, init_timeout: float, host: str | None, store: Store | None, staging_mib: int
 ) -> None:
     """Raise UsageError for arguments of `engine.init` that cannot work."""
     if timeout <= 0 or init_timeout <= 0:
@@ -32,10 +33,24 @@ def check_arguments(
             "store= makes torch's default process group, but there is one already: leave store, rank and world_size "
             "out to use that one, or destroy it first"
         )
-    transport = transport or os.environ.get("ENGINE_TRANSPORT") or "torch"
-    if transport not in _TRANSPORTS:
-        hint = did_you_mean(transport, _TRANSPORTS)
-        raise UsageError(f"transport={transport!r}{hint}: choose {', '.join(_TRANSPORTS)}")
+    if not 1 <= staging_mib <= 1 << 20:
+        raise UsageError(f"staging_mib={staging_mib}: MiB of shared memory for each group, from 1 to {1 << 20}")
+
+
+def choose_transport(transport: str | None, device: torch.device) -> str:
+    """Return how bytes move: by argument, by environment, or shared memory where this process and device have it."""
+    asked = transport or os.environ.get("ENGINE_TRANSPORT") or None
+    if asked is not None and asked not in TRANSPORTS:
+        hint = did_you_mean(asked, TRANSPORTS)
+        raise UsageError(f"transport={asked!r}{hint}: choose {', '.join(TRANSPORTS)}")
+    lacks = "a device other than the CPU" if device.type != "cpu" else missing()
+    if asked == "shm" and lacks:
+        raise UsageError(
+            f"transport='shm' is for CPU ranks on Linux, and this process has {lacks}"
+            if device.type != "cpu"
+            else f"transport='shm' needs {lacks}, which this system does not have: take transport='torch'"
+        )
+    return "torch" if lacks else asked or "shm"
 
 
 def choose(algorithm: str | None, tuning: str | os.PathLike[str] | None) -> Choice:

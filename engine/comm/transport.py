@@ -1,14 +1,13 @@
-"""How bytes move: torch.distributed's process groups, behind the few calls a Communicator needs.
+"""How bytes move: the few calls that a Communicator needs, and torch.distributed's process groups behind them.
 
-The one place that knows torch's names, versions and backend habits. Everything here takes plain contiguous tensors
-and ranks inside the group, starts an operation at once and returns the works to wait for; checks, strides and
-averages are the Communicator's.
+Everything here takes plain contiguous tensors and ranks inside the group; checks, strides and averages are the
+Communicator's. `TorchTransport` is the one place that knows torch's names, versions and backend habits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -42,6 +41,65 @@ class BackendError(RuntimeError):
     """
 
 
+class Calls(Protocol):
+    """The operations of one group. Each starts, and returns the works to wait for, which may be none."""
+
+    ranks: tuple[int, ...]
+    """The group's global ranks in group order."""
+
+    def all_reduce(self, x: Tensor, op: str) -> Works: ...
+    def broadcast(self, x: Tensor, src: int) -> Works: ...
+    def reduce(self, x: Tensor, dst: int, op: str) -> Works: ...
+    def reduce_scatter(self, out: Tensor, x: Tensor, op: str) -> Works: ...
+    def all_gather(self, out: Tensor, x: Tensor) -> Works: ...
+    def all_to_all(self, out: Tensor, x: Tensor) -> Works: ...
+
+    def exchange(
+        self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], tag: int = 0
+    ) -> Works:
+        """Start all sends and receives as one batch. Between two ranks, messages of one tag match in the order they
+        are listed; NCCL and HCCL ignore tags. Returns the works of the sends, then of the receives, or one for all.
+        """
+        ...
+
+    def wait(self, works: Works) -> None:
+        """Wait for all of a batch that this transport started. Raises BackendError."""
+        ...
+
+
+class Transport(Calls, Protocol):
+    """How one group moves bytes."""
+
+    name: str
+    reducible: frozenset[torch.dtype] | None = None
+    """The dtypes that it reduces; None: those that the device's backend does."""
+    keeps_nan: bool = False
+    """Whether max and min of floats give NaN where one is."""
+    keeps_inputs: bool = False
+    """Whether a tensor that is only read stays as it is; else the caller gives a copy."""
+    moves_alone: bool = True
+    """Whether messages that have been started move while nobody waits for them."""
+
+    def queued(self) -> Calls:
+        """Return the calls in a form that returns at once, whatever they do."""
+        return self
+
+    def allocate(self, nbytes: int) -> Tensor | None:
+        """Return `nbytes` of zeroed memory that the ranks read without a copy, or None where there is no such memory.
+        Every rank calls it.
+        """
+        del nbytes
+        return None
+
+    def memory(self) -> dict[str, int]:
+        """Return the bytes of shared memory that this rank has reserved, by what for."""
+        return {}
+
+    def close(self) -> None:
+        """Give everything back."""
+        ...
+
+
 def _blame(error: RuntimeError) -> None:
     """Raise BackendError for an error out of torch's process groups, which have no kind of their own for it."""
     # Memory that this process lacks is its own failure, also where a work's thread was the one to miss it.
@@ -54,8 +112,8 @@ def _bytes(x: Tensor) -> Tensor:
     return x if x.dtype in _MOVABLE else flat(x).view(torch.uint8)
 
 
-class TorchTransport:
-    """Collectives of one process group. `ranks` are the group's global ranks in group order."""
+class TorchTransport(Transport):
+    """Collectives of one process group."""
 
     name = "torch"
 
@@ -105,15 +163,6 @@ class TorchTransport:
         except RuntimeError as error:
             _blame(error)
             raise
-
-    def broadcast_object(self, value: object, src: int, device: torch.device) -> object:
-        box = [value]
-        try:
-            dist.broadcast_object_list(box, self.ranks[src], group=self.group, device=device)
-        except RuntimeError as error:
-            _blame(error)
-            raise
-        return box[0]
 
     def wait(self, works: Works) -> None:
         """Wait for all of a batch that this transport started. The group's own time limit applies: one given here

@@ -57,6 +57,7 @@ class Compressed(Operation):
         """x: the flat vector of this rank. out: flat memory for the sum of the own block or, with `share`, of all."""
         self._share = self.in_rounds = share
         self._messenger, self._rank, self._size, self._wire, self._out = messenger, rank, size, wire, out
+        self.in_rounds = not messenger.moves_alone
         self._count = x.numel()
         self._tag = messenger.tag()
         self._own = pack(x[slice(*block(self._count, size, rank))], wire)

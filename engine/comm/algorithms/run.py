@@ -14,7 +14,7 @@ from torch import Tensor
 
 from engine.comm.algorithms.plan import Plan, Round
 from engine.comm.arguments import outside_autograd
-from engine.comm.transport import TorchTransport, Works
+from engine.comm.transport import Transport, Works
 
 _TAGS = (1 << 20) - 2
 _KEPT = 2  # scratch buffers that stay with a group between operations
@@ -29,7 +29,7 @@ _COMBINE: dict[str, Callable[..., Tensor]] = {
 class Operation:
     """What the engine runs itself over a transport's messages, in the place of the transport's own work."""
 
-    in_rounds = False  # whether some of its messages start in `wait` only
+    in_rounds = False  # whether it goes on only while somebody waits
 
     def wait(self) -> None:
         """Run what is left, on the calling thread. Raises BackendError when a message fails, anything else for this
@@ -41,10 +41,11 @@ class Operation:
 class Messenger:
     """The messages of one group's algorithms: their tags and their scratch memory."""
 
-    def __init__(self, transport: TorchTransport, space: int) -> None:
+    def __init__(self, transport: Transport, space: int) -> None:
         """space: which of 2048 ranges of tags is this group's: one process group may carry several communicators."""
         self._transport = transport
         self.wait = transport.wait
+        self.moves_alone = transport.moves_alone
         self._base = space << 20
         self._last_tag = 0
         self._free: list[Tensor] = []
@@ -102,7 +103,7 @@ class Running(Operation):
         self._combine = _COMBINE[op]
         self._tag = messenger.tag()
         self._plan, self._number = plan, -1
-        self.in_rounds = len(plan) > 1
+        self.in_rounds = len(plan) > 1 or not messenger.moves_alone
         self._scratch: Tensor | None = None
         self._next()
 
