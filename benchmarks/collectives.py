@@ -23,6 +23,7 @@ from typing import Any
 from benchmarks import collectives_results as results
 from benchmarks.collectives_case import Row
 from benchmarks.collectives_options import Settings, check, parser
+from benchmarks.collectives_ranks import Ranks
 from benchmarks.job import JobError, cause, end
 from benchmarks.machine import summary
 from engine.errors import EngineError
@@ -33,16 +34,13 @@ _MODULE = "benchmarks.collectives"
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark, or one rank of it, and return the exit code."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    started = int(os.environ["WORLD_SIZE"]) if {"RANK", "WORLD_SIZE"} <= os.environ.keys() else None
+    if {"RANK", "WORLD_SIZE"} <= os.environ.keys():
+        return run_rank(arguments)
     try:
-        options = parser((__doc__ or "").split("\n\n", 1)[1]).parse_args(arguments)
-        settings = check(options, started)
+        settings = read(arguments, None)
     except EngineError as error:
-        if int(os.environ.get("RANK", 0)) == 0:
-            print(f"error: {error}", file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         return 2
-    if started is not None:
-        return run_rank(settings, arguments, options.result)
     try:
         document = start_job(settings, arguments)
     except JobError as error:
@@ -52,25 +50,50 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return finish(settings, meta, [Row(**each) for each in document["rows"]])
 
 
-def run_rank(settings: Settings, arguments: Sequence[str], result: Path | None) -> int:
-    """Be one rank of a torchrun job. Rank 0 prints, and writes what was asked for or, when started by us, `result`."""
+def read(arguments: Sequence[str], started: int | None) -> Settings:
+    """Return the checked command line. `started`: ranks of the job that this process is one of. Raises EngineError."""
+    return check(parser((__doc__ or "").split("\n\n", 1)[1]).parse_args(arguments), started)
+
+
+def run_rank(arguments: Sequence[str]) -> int:
+    """Be one rank of a torchrun job, and return its exit code. A command that is wrong on one rank ends all.
+
+    Rank 0 prints, and writes what was asked for or, when started by us, the result that we read.
+    """
+    settings, wrong = None, ""
+    try:
+        ranks = Ranks.find()
+        try:
+            settings = read(arguments, ranks.size)
+        except EngineError as error:
+            wrong = str(error)
+        if ranks.refuse(wrong) or settings is None:
+            return 2
+    except EngineError as error:  # the ranks did not meet
+        print(f"error: rank {os.environ['RANK']}: {error}", file=sys.stderr)
+        return 1
+    try:
+        return measure(settings, arguments, ranks.rank)
+    except EngineError as error:
+        ranks.say(str(error))
+        return 1
+
+
+def measure(settings: Settings, arguments: Sequence[str], rank: int) -> int:
+    """Measure as one rank, and return its exit code. Raises EngineError."""
     from benchmarks.collectives_worker import run
 
-    try:
-        more, rows = run(
-            settings,
-            lambda: print(heading(settings), flush=True),
-            lambda found: print(results.lines(found), flush=True),
-        )
-    except EngineError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    if int(os.environ["RANK"]) != 0:
+    more, rows = run(
+        settings,
+        lambda: print(heading(settings), flush=True),
+        lambda found: print(results.lines(found), flush=True),
+    )
+    if rank != 0:
         return 0
     meta = results.meta(command_line(arguments), settings.device, **more)
-    if result is None:
+    if settings.result is None:
         return finish(settings, meta, rows)
-    results.save_json(result, meta, rows)
+    results.save_json(settings.result, meta, rows)
     return 0
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -13,6 +14,7 @@ import torch
 
 from benchmarks import collectives_results as results
 from benchmarks.collectives_case import DTYPES, OPS, Case, Row, parse_names, parse_sizes, plan, size_name
+from benchmarks.collectives_operations import Call, load_operations
 from benchmarks.work import parse_layout
 from engine import device as devices
 from engine.comm.algorithms import PLANS
@@ -43,15 +45,18 @@ class Settings:
     warmup: int
     check: bool
     overlap: bool
-    operations: str | None
-    """module:function that changes the table of calls."""
+    operations: Mapping[str, Call]
+    """How the engine is called."""
     baseline: tuple[Row, ...] | None
+    """Only where rows are compared with it: in the process that starts the ranks, or else on rank 0."""
     tolerance: float
     csv: Path | None
     json: Path | None
     plot: Path | None
     tune: Path | None
     """Write a tuning file there."""
+    result: Path | None
+    """Rank 0 of a job that we started writes all rows there, and the process that started it does the rest."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -118,9 +123,9 @@ def check(options: argparse.Namespace, started: int | None) -> Settings:
         _check_writable(name, getattr(options, name))
     return Settings(
         layout, options.axis, n, cases, sizes, device, _iterations(options.iterations), options.warmup,
-        options.check or options.tune, options.overlap, options.operations,
-        None if options.baseline is None else results.read(options.baseline), options.tolerance,
-        options.csv, options.json, options.plot, _tuning_file(options, device, n),
+        options.check or options.tune, options.overlap, load_operations(options.operations),
+        _baseline(options, cases, n, device, started), options.tolerance,
+        options.csv, options.json, options.plot, _tuning_file(options, device, n), options.result,
     )  # fmt: skip
 
 
@@ -201,6 +206,26 @@ def _tuning_file(options: argparse.Namespace, device: str, n: int) -> Path | Non
         why = "a group of one rank has no choice" if n == 1 else f"it measures all, not {options.algorithms}"
         raise UsageError(f"--tune: {why}: raise --nproc, and leave --algorithms out")
     return options.out if options.tune else None
+
+
+def _baseline(
+    options: argparse.Namespace, cases: Sequence[Case], n: int, device: str, started: int | None
+) -> tuple[Row, ...] | None:
+    """Read the older run where it is needed. Raises UsageError for one that has nothing of what is to be measured."""
+    judges = started is None or (options.result is None and int(os.environ.get("RANK", 0)) == 0)
+    if options.baseline is None or not judges:
+        return None
+    rows = results.read(options.baseline)
+    planned = {(case.op, name, case.dtype, case.bytes, case.in_place) for case in cases for name in case.algorithms}
+    if not any(
+        (row.op, row.algorithm, row.dtype, row.bytes, row.in_place) in planned and (row.n, row.device) == (n, device)
+        for row in rows
+    ):
+        raise UsageError(
+            f"--baseline {options.baseline}: this run measures none of its {len(rows)} rows: name the ops, sizes, "
+            f"dtypes, algorithms, device and number of ranks that are in it"
+        )
+    return rows
 
 
 def _check_writable(option: str, path: Path | None) -> None:
