@@ -16,9 +16,9 @@ from torch import Tensor
 
 from engine.comm.arguments import flat
 
-# torch 2.13 renamed the two; 2.7 has only the old names.
-_reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+# torch 2.13 renamed the two; 2.7 has only the old names. For the benchmark's raw calls too.
+torch_reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+torch_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 _OPS = {
     "sum": dist.ReduceOp.SUM,
@@ -60,10 +60,10 @@ class TorchTransport:
         return [dist.reduce(x, self.ranks[dst], _OPS[op], group=self.group, async_op=True)]
 
     def reduce_scatter(self, out: Tensor, x: Tensor, op: str) -> Works:
-        return [_reduce_scatter(out, x, _OPS[op], group=self.group, async_op=True)]
+        return [torch_reduce_scatter(out, x, _OPS[op], group=self.group, async_op=True)]
 
     def all_gather(self, out: Tensor, x: Tensor) -> Works:
-        return [_all_gather(_bytes(out), _bytes(x), group=self.group, async_op=True)]
+        return [torch_all_gather(_bytes(out), _bytes(x), group=self.group, async_op=True)]
 
     def all_to_all(self, out: Tensor, x: Tensor) -> Works:
         return [dist.all_to_all_single(_bytes(out), _bytes(x), group=self.group, async_op=True)]
