@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import collectives_results as results
-from benchmarks.collectives_case import Row
+from benchmarks.collectives_case import Cost, Row
 from benchmarks.collectives_options import Settings, check, parser
 from benchmarks.collectives_ranks import Ranks
 from benchmarks.job import JobError, cause, end
@@ -47,6 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     meta = {**document["meta"], "command": command_line(arguments)}
+    if settings.overhead is not None:
+        return finish_overhead(settings, meta, [Cost(**each) for each in document["rows"]])
     return finish(settings, meta, [Row(**each) for each in document["rows"]])
 
 
@@ -81,6 +83,8 @@ def run_rank(arguments: Sequence[str]) -> int:
 
 def measure(settings: Settings, arguments: Sequence[str], rank: int) -> int:
     """Measure as one rank, and return its exit code. Raises EngineError."""
+    if settings.overhead is not None:
+        return measure_overhead(settings, arguments, rank)
     from benchmarks.collectives_worker import run
 
     more, rows = run(
@@ -97,13 +101,31 @@ def measure(settings: Settings, arguments: Sequence[str], rank: int) -> int:
     return 0
 
 
+def measure_overhead(settings: Settings, arguments: Sequence[str], rank: int) -> int:
+    """Measure what a call costs as one rank, and return its exit code. Raises EngineError."""
+    from benchmarks.collectives_overhead import run
+
+    more, rows = run(settings, lambda: print(where(settings), flush=True))
+    if rank != 0:
+        return 0
+    meta = results.meta(command_line(arguments), settings.device, **more)
+    if settings.result is None:
+        return finish_overhead(settings, meta, rows)
+    results.save_json(settings.result, meta, rows)
+    return 0
+
+
+def where(settings: Settings) -> str:
+    """Return the machine and the ranks."""
+    return (
+        f"# {summary(settings.device)}\n"
+        f"# {settings.layout} = {settings.layout.world_size} ranks; axis {settings.axis}, n = {settings.n}"
+    )
+
+
 def heading(settings: Settings) -> str:
     """Return what stands above the table."""
-    lines = [
-        f"# {summary(settings.device)}",
-        f"# {settings.layout} = {settings.layout.world_size} ranks; axis {settings.axis}, n = {settings.n}",
-        results.LEGEND,
-    ]
+    lines = [where(settings), results.LEGEND]
     if settings.n == 1:
         lines.append("# a group of one rank has no torch group and no peer: without torch's own calls and send_recv")
     return "\n".join([*lines, results.header()])
@@ -160,6 +182,20 @@ def finish(settings: Settings, meta: dict[str, Any], rows: Sequence[Row]) -> int
         results.save_tuning(settings.tune, meta, rows, meta["hosts"])
         print(f"# tuning file: {settings.tune} (ENGINE_COMM_TUNING={settings.tune})")
     return 0 if _fast(settings, rows) and sound else 1
+
+
+def finish_overhead(settings: Settings, meta: dict[str, Any], rows: Sequence[Cost]) -> int:
+    """Show what a call costs, write what was asked for, and return the exit code."""
+    from rich.console import Console
+
+    from benchmarks.collectives_overhead import NOTE, table
+
+    Console(highlight=False, width=max(Console().width, 100)).print(table(rows))
+    print(NOTE)
+    if settings.json is not None:
+        results.save_json(settings.json, meta, rows)
+        print(f"# rows with versions and hardware: {settings.json}")
+    return 0
 
 
 def _sound(settings: Settings, rows: Sequence[Row]) -> bool:

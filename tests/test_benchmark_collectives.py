@@ -11,7 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from benchmarks.collectives_case import (
     INEXACT,
     OPS,
     Case,
+    Cost,
     Row,
     bandwidths,
     checked,
@@ -301,6 +302,35 @@ def test_a_corrupted_collective_is_found_and_a_slower_run_too(
     assert "error: slower: all_reduce native float32 n=2 1024 B in place: t_min" in shown.err
 
 
+def test_what_a_call_costs_is_measured_for_every_variant(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "cost.json"
+    assert main(["--overhead", "--nproc", "2", "--iterations", "33", "--json", str(out)]) == 0
+    document = json.loads(out.read_text())
+    meta, rows = document["meta"], document["rows"]
+    assert (meta["benchmark"], meta["n"], meta["blocks"]) == ("collectives_overhead", 2, 30)
+    assert [(row["n"], row["call"], row["took"], row["watch"]) for row in rows] == [
+        (2, "torch", "torch", ""),
+        (2, "native", "native", ""), (2, "chosen", "halving_doubling", ""),
+        (2, "native", "native", "ledger"), (2, "chosen", "halving_doubling", "ledger"),
+        (2, "native", "native", "checks"), (2, "chosen", "halving_doubling", "checks"),
+        (1, "chosen", "local", ""), (1, "chosen", "local", "ledger"), (1, "chosen", "local", "checks"),
+    ]  # fmt: skip
+    torchs = rows[0]
+    for row in rows:
+        assert list(row) == [each.name for each in fields(Cost)]
+        assert (row["op"], row["backend"], row["device"], row["dtype"]) == ("all_reduce", "gloo", "cpu", "float32")
+        assert (row["bytes"], row["calls"]) == (4, 33)
+        assert 0 < row["t_min"] <= row["t_p50"] < 60
+        for name, over in (("t_min", "over_min_us"), ("t_p50", "over_p50_us")):
+            wanted = None if row["n"] == 1 else pytest.approx((row[name] - torchs[name]) * 1e6)
+            assert row[over] == wanted
+    shown = capfd.readouterr().out
+    assert "all_reduce of one float32 element" in shown
+    assert "chosen (halving_doubling)" in shown
+    with pytest.raises(UsageError, match="it is a result of 'collectives_overhead'"):
+        results.read(out)
+
+
 def torchrun(*options: str) -> subprocess.CompletedProcess[str]:
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "benchmarks.collectives"]
     return subprocess.run(
@@ -434,6 +464,12 @@ def test_the_same_words_are_said_by_one_rank(capfd: pytest.CaptureFixture[str]) 
         (["--out", "x.json"], "--tune and --out FILE go together"),
         (["--tune", "--out", "x.json", "--ops", "send_recv"], "--ops: unknown 'send_recv'"),
         (["--tune", "--out", "x.json", "--algorithms", "native"], "--tune: it measures all, not native"),
+        (
+            ["--overhead", "--sizes", "1K", "--check"],
+            "--overhead measures one element and takes none of --sizes, --check",
+        ),
+        (["--overhead", "--nproc", "1"], "--overhead: axis data has one rank, where torch has no call: raise --nproc"),
+        (["--overhead", "--layout", "data=2,pipeline=2,tensor=2"], "--overhead measures a group of one rank too, but "),
         (["--flie", "x"], "unrecognized arguments: --flie x"),
     ],
 )
