@@ -4,10 +4,10 @@ BIN := .venv/bin
 READY := .venv/.ready
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup train test lint peers bench help clean
+.PHONY: setup train test lint peers bench bench-collectives help clean
 
 help: ## Show this list.
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 10
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 20
 
 setup: $(READY) ## Make .venv with the pinned versions and an editable install.
 
@@ -32,6 +32,12 @@ lint: setup ## Check style, types and who may import whom.
 
 bench: setup ## Time the training step beside its peers (after make peers), about 13 minutes.
 	$(BIN)/python -m benchmarks.train_step --standard --rounds 2
+
+bench-collectives: setup ## Measure the collectives beside torch's own, on 4 ranks, into benchmarks/results.
+	@stem=benchmarks/results/$$(date +%F)_collectives; out=$$stem; number=2; \
+	while [ -e $$out.json ]; do out=$${stem}_$$number; number=$$((number + 1)); done; set -x; \
+	$(BIN)/python -m benchmarks.collectives --nproc 4 --ops all_reduce,reduce_scatter,all_gather,broadcast \
+		--sizes 1K:64M:4 --dtypes float32 --algorithms all --check --iterations 12 --json $$out.json --plot $$out.png
 
 peers: setup .venv/.peers ## Install what the benchmarks' peers need.
 

@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import collectives_results as results
-from benchmarks.collectives_case import Row
+from benchmarks.collectives_case import Cost, Row
 from benchmarks.collectives_options import Settings, check, parser
+from benchmarks.collectives_ranks import Ranks
 from benchmarks.job import JobError, cause, end
 from benchmarks.machine import summary
 from engine.errors import EngineError
@@ -33,54 +34,98 @@ _MODULE = "benchmarks.collectives"
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark, or one rank of it, and return the exit code."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    started = int(os.environ["WORLD_SIZE"]) if {"RANK", "WORLD_SIZE"} <= os.environ.keys() else None
+    if {"RANK", "WORLD_SIZE"} <= os.environ.keys():
+        return run_rank(arguments)
     try:
-        options = parser((__doc__ or "").split("\n\n", 1)[1]).parse_args(arguments)
-        settings = check(options, started)
+        settings = read(arguments, None)
     except EngineError as error:
-        if int(os.environ.get("RANK", 0)) == 0:
-            print(f"error: {error}", file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         return 2
-    if started is not None:
-        return run_rank(settings, arguments, options.result)
     try:
         document = start_job(settings, arguments)
     except JobError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     meta = {**document["meta"], "command": command_line(arguments)}
+    if settings.overhead is not None:
+        return finish_overhead(settings, meta, [Cost(**each) for each in document["rows"]])
     return finish(settings, meta, [Row(**each) for each in document["rows"]])
 
 
-def run_rank(settings: Settings, arguments: Sequence[str], result: Path | None) -> int:
-    """Be one rank of a torchrun job. Rank 0 prints, and writes what was asked for or, when started by us, `result`."""
+def read(arguments: Sequence[str], started: int | None) -> Settings:
+    """Return the checked command line. `started`: ranks of the job that this process is one of. Raises EngineError."""
+    return check(parser((__doc__ or "").split("\n\n", 1)[1]).parse_args(arguments), started)
+
+
+def run_rank(arguments: Sequence[str]) -> int:
+    """Be one rank of a torchrun job, and return its exit code. A command that is wrong on one rank ends all.
+
+    Rank 0 prints, and writes what was asked for or, when started by us, the result that we read.
+    """
+    settings, wrong = None, ""
+    try:
+        ranks = Ranks.find()
+        try:
+            settings = read(arguments, ranks.size)
+        except EngineError as error:
+            wrong = str(error)
+        if ranks.refuse(wrong) or settings is None:
+            return 2
+    except EngineError as error:  # the ranks did not meet
+        print(f"error: rank {os.environ['RANK']}: {error}", file=sys.stderr)
+        return 1
+    try:
+        return measure(settings, arguments, ranks.rank)
+    except EngineError as error:
+        ranks.say(str(error))
+        return 1
+
+
+def measure(settings: Settings, arguments: Sequence[str], rank: int) -> int:
+    """Measure as one rank, and return its exit code. Raises EngineError."""
+    if settings.overhead is not None:
+        return measure_overhead(settings, arguments, rank)
     from benchmarks.collectives_worker import run
 
-    try:
-        more, rows = run(
-            settings,
-            lambda: print(heading(settings), flush=True),
-            lambda found: print(results.lines(found), flush=True),
-        )
-    except EngineError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    if int(os.environ["RANK"]) != 0:
+    more, rows = run(
+        settings,
+        lambda: print(heading(settings), flush=True),
+        lambda found: print(results.lines(found), flush=True),
+    )
+    if rank != 0:
         return 0
     meta = results.meta(command_line(arguments), settings.device, **more)
-    if result is None:
+    if settings.result is None:
         return finish(settings, meta, rows)
-    results.save_json(result, meta, rows)
+    results.save_json(settings.result, meta, rows)
     return 0
+
+
+def measure_overhead(settings: Settings, arguments: Sequence[str], rank: int) -> int:
+    """Measure what a call costs as one rank, and return its exit code. Raises EngineError."""
+    from benchmarks.collectives_overhead import run
+
+    more, rows = run(settings, lambda: print(where(settings), flush=True))
+    if rank != 0:
+        return 0
+    meta = results.meta(command_line(arguments), settings.device, **more)
+    if settings.result is None:
+        return finish_overhead(settings, meta, rows)
+    results.save_json(settings.result, meta, rows)
+    return 0
+
+
+def where(settings: Settings) -> str:
+    """Return the machine and the ranks."""
+    return (
+        f"# {summary(settings.device)}\n"
+        f"# {settings.layout} = {settings.layout.world_size} ranks; axis {settings.axis}, n = {settings.n}"
+    )
 
 
 def heading(settings: Settings) -> str:
     """Return what stands above the table."""
-    lines = [
-        f"# {summary(settings.device)}",
-        f"# {settings.layout} = {settings.layout.world_size} ranks; axis {settings.axis}, n = {settings.n}",
-        results.LEGEND,
-    ]
+    lines = [where(settings), results.LEGEND]
     if settings.n == 1:
         lines.append("# a group of one rank has no torch group and no peer: without torch's own calls and send_recv")
     return "\n".join([*lines, results.header()])
@@ -137,6 +182,20 @@ def finish(settings: Settings, meta: dict[str, Any], rows: Sequence[Row]) -> int
         results.save_tuning(settings.tune, meta, rows, meta["hosts"])
         print(f"# tuning file: {settings.tune} (ENGINE_COMM_TUNING={settings.tune})")
     return 0 if _fast(settings, rows) and sound else 1
+
+
+def finish_overhead(settings: Settings, meta: dict[str, Any], rows: Sequence[Cost]) -> int:
+    """Show what a call costs, write what was asked for, and return the exit code."""
+    from rich.console import Console
+
+    from benchmarks.collectives_overhead import NOTE, table
+
+    Console(highlight=False, width=max(Console().width, 100)).print(table(rows))
+    print(NOTE)
+    if settings.json is not None:
+        results.save_json(settings.json, meta, rows)
+        print(f"# rows with versions and hardware: {settings.json}")
+    return 0
 
 
 def _sound(settings: Settings, rows: Sequence[Row]) -> bool:

@@ -130,6 +130,34 @@ class Row:
         return {name: value for name, value in asdict(self).items() if name[:2] != "t_" or value is not None}
 
 
+@dataclass(frozen=True)
+class Cost:
+    """One way of calling an operation on one element, with --overhead. Times are seconds, of the slowest rank."""
+
+    op: str
+    backend: str
+    device: str
+    dtype: str
+    bytes: int
+    n: int
+    call: str
+    """torch, native, or chosen: what the engine takes."""
+    took: str
+    """The algorithm that it was; local: a group of one rank."""
+    watch: str
+    """What was on: ledger, checks, or nothing."""
+    calls: int
+    t_min: float
+    t_p50: float
+    over_min_us: float | None
+    """Microseconds above torch's own call; None where torch has no group."""
+    over_p50_us: float | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values."""
+        return asdict(self)
+
+
 # ---- how things are spelt ----------------------------------------------------------------------------------------
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -13,6 +14,7 @@ import torch
 
 from benchmarks import collectives_results as results
 from benchmarks.collectives_case import DTYPES, OPS, Case, Row, parse_names, parse_sizes, plan, size_name
+from benchmarks.collectives_operations import Call, load_operations
 from benchmarks.work import parse_layout
 from engine import device as devices
 from engine.comm.algorithms import PLANS
@@ -22,6 +24,8 @@ from engine.layout import Layout
 TRANSPORTS = ("torch",)
 AXES = ("data", "tensor", "pipeline", "world")
 PROCESSES_PER_CORE = 8
+_OVERHEAD = ("nproc", "layout", "axis", "iterations", "warmup", "device", "json", "overhead", "result")
+_ELEMENT = 4  # bytes
 BUFFERS = 4  # of the largest size, on each rank: input, its copy, result, what is expected
 _STANDARD_OPS = "all_reduce,broadcast,reduce_scatter,all_gather,all_to_all,send_recv"
 
@@ -43,15 +47,20 @@ class Settings:
     warmup: int
     check: bool
     overlap: bool
-    operations: str | None
-    """module:function that changes the table of calls."""
+    overhead: str | None
+    """With --overhead, which measures one element and no cases: the axis of one rank that is measured too."""
+    operations: Mapping[str, Call]
+    """How the engine is called."""
     baseline: tuple[Row, ...] | None
+    """Only where rows are compared with it: in the process that starts the ranks, or else on rank 0."""
     tolerance: float
     csv: Path | None
     json: Path | None
     plot: Path | None
     tune: Path | None
     """Write a tuning file there."""
+    result: Path | None
+    """Rank 0 of a job that we started writes all rows there, and the process that started it does the rest."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -80,6 +89,7 @@ def parser(description: str) -> argparse.ArgumentParser:
     add("--warmup", type=int, default=3, help="calls before them")
     add("--check", action="store_true", help="compare every element; a wrong one makes the exit code 1")
     add("--overlap", action="store_true", help="put a matmul beside each operation; adds t_exposed to the rows")
+    add("--overhead", action="store_true", help="instead: what the communicator costs over torch, for one element")
     add("--device", default="cpu", help="auto, cpu, cuda or npu")
     add("--csv", type=Path, help="write the rows there")
     add("--json", type=Path, help="write the rows there, with versions, hardware and command")
@@ -106,10 +116,11 @@ def check(options: argparse.Namespace, started: int | None) -> Settings:
     layout = _layout(options, started)
     n = layout.world_size if options.axis == "world" else getattr(layout, options.axis)
     device = _device(options.device, layout.world_size, started)
-    sizes = parse_sizes(options.sizes)
+    overhead = _overhead(options, layout, n) if options.overhead else None
+    sizes = parse_sizes(options.sizes) if overhead is None else (_ELEMENT,)
     _check_memory(sizes[-1], layout.world_size, device, started)
     parse_names("--transports", options.transports, TRANSPORTS)
-    cases = _cases(options, sizes, n, device)
+    cases = _cases(options, sizes, n, device) if overhead is None else ()
     if options.warmup < 1:
         raise UsageError(f"--warmup {options.warmup}: at least 1")
     if not (math.isfinite(options.tolerance) and options.tolerance >= 0):
@@ -118,9 +129,9 @@ def check(options: argparse.Namespace, started: int | None) -> Settings:
         _check_writable(name, getattr(options, name))
     return Settings(
         layout, options.axis, n, cases, sizes, device, _iterations(options.iterations), options.warmup,
-        options.check or options.tune, options.overlap, options.operations,
-        None if options.baseline is None else results.read(options.baseline), options.tolerance,
-        options.csv, options.json, options.plot, _tuning_file(options, device, n),
+        options.check or options.tune, options.overlap, overhead, load_operations(options.operations),
+        _baseline(options, cases, n, device, started), options.tolerance,
+        options.csv, options.json, options.plot, _tuning_file(options, device, n), options.result,
     )  # fmt: skip
 
 
@@ -145,6 +156,21 @@ def _layout(options: argparse.Namespace, started: int | None) -> Layout:
 
 
 _AXIS_OF = {"world": "data", "data": "data", "tensor": "tensor", "pipeline": "pipeline"}
+
+
+def _overhead(options: argparse.Namespace, layout: Layout, n: int) -> str:
+    """Return an axis of one rank. Raises UsageError for an option that would be ignored, and for other layouts."""
+    known = parser("")
+    given = [name for name, value in vars(options).items() if value != known.get_default(name)]
+    ignored = [f"--{name}" for name in given if name not in _OVERHEAD]
+    if ignored:
+        raise UsageError(f"--overhead measures one element and takes none of {', '.join(ignored)}: leave it out")
+    if n == 1:
+        raise UsageError(f"--overhead: axis {options.axis} has one rank, where torch has no call: raise --nproc")
+    single = next((axis for axis in AXES if getattr(layout, axis, 0) == 1), None)
+    if single is None:
+        raise UsageError(f"--overhead measures a group of one rank too, but {layout} has none: leave an axis at 1")
+    return single
 
 
 def _device(wanted: str, ranks: int, started: int | None) -> str:
@@ -201,6 +227,26 @@ def _tuning_file(options: argparse.Namespace, device: str, n: int) -> Path | Non
         why = "a group of one rank has no choice" if n == 1 else f"it measures all, not {options.algorithms}"
         raise UsageError(f"--tune: {why}: raise --nproc, and leave --algorithms out")
     return options.out if options.tune else None
+
+
+def _baseline(
+    options: argparse.Namespace, cases: Sequence[Case], n: int, device: str, started: int | None
+) -> tuple[Row, ...] | None:
+    """Read the older run where it is needed. Raises UsageError for one that has nothing of what is to be measured."""
+    judges = started is None or (options.result is None and int(os.environ.get("RANK", 0)) == 0)
+    if options.baseline is None or not judges:
+        return None
+    rows = results.read(options.baseline)
+    planned = {(case.op, name, case.dtype, case.bytes, case.in_place) for case in cases for name in case.algorithms}
+    if not any(
+        (row.op, row.algorithm, row.dtype, row.bytes, row.in_place) in planned and (row.n, row.device) == (n, device)
+        for row in rows
+    ):
+        raise UsageError(
+            f"--baseline {options.baseline}: this run measures none of its {len(rows)} rows: name the ops, sizes, "
+            f"dtypes, algorithms, device and number of ranks that are in it"
+        )
+    return rows
 
 
 def _check_writable(option: str, path: Path | None) -> None:

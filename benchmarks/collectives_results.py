@@ -10,7 +10,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from benchmarks.collectives_case import SMALL, TORCH, Row, thresholds
+from benchmarks.collectives_case import SMALL, TORCH, Cost, Row, thresholds
 from benchmarks.machine import describe
 from engine.comm.choice import write_choice
 from engine.errors import UsageError
@@ -93,7 +93,7 @@ def environment(given: Mapping[str, str]) -> dict[str, str]:
     return {name: given[name] for name in ENVIRONMENT if name in given}
 
 
-def save_json(path: Path, meta: Mapping[str, Any], rows: Sequence[Row]) -> None:
+def save_json(path: Path, meta: Mapping[str, Any], rows: Sequence[Row] | Sequence[Cost]) -> None:
     """Write `{"meta": ..., "rows": [...]}`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"meta": meta, "rows": [row.to_dict() for row in rows]}, indent=1) + "\n")

@@ -27,7 +27,7 @@ from benchmarks.collectives_case import (
     iterations_for,
     percentile,
 )  # fmt: skip
-from benchmarks.collectives_operations import Buffers, load_operations, make_buffers
+from benchmarks.collectives_operations import Buffers, make_buffers
 from benchmarks.collectives_options import Settings
 from engine import Mesh
 from engine import device as devices
@@ -76,7 +76,7 @@ class Bench:
         self._mesh = mesh
         self._comm = getattr(mesh, settings.axis)
         self._raw = raw.raw_group(mesh, settings.axis) if self._comm.size > 1 else None
-        self._operations = load_operations(settings.operations)
+        self._operations = settings.operations
 
     def close(self) -> None:
         """Let go of torch's group, which must not outlive the mesh."""

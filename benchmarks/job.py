@@ -19,6 +19,8 @@ from engine.errors import EngineError
 _GRACE = 5.0  # seconds that torchrun gets to end its ranks
 _LOST_A_PEER = r"Connection (reset|closed)|CommunicationError|failed after \d+\.\d s"
 
+_NAMED = re.compile(r"error: ranks? (\d+)")
+
 
 class JobError(EngineError):
     """A job that failed: crashed, ran past its limit, or wrote no result."""
@@ -62,7 +64,7 @@ def cause(log: str) -> str:
             return f"rank {rank} was ended by signal {-code} ({signal.Signals(-code).name})"
     said = [re.match(r"(?:\[rank(\d+)\]:)?\s*(.*)", line) for line in log.splitlines()]
     errors = [
-        (int(found[1] or 0), found[2][:300])
+        (_speaker(found), found[2][:1000])
         for found in said
         if found and re.match(r"([A-Za-z_][\w.]*(Error|Exception|Interrupt|Exit)|error)\b:", found[2])
     ]
@@ -71,8 +73,15 @@ def cause(log: str) -> str:
     # What a rank says that lost its peer is no cause.
     errors.sort(key=lambda each: (re.search(_LOST_A_PEER, each[1]) is not None, each[0] != first))
     if errors:
-        return f"rank {errors[0][0]}: {errors[0][1]}"
+        rank, text = errors[0]
+        return text.removeprefix("error: ") if _NAMED.match(text) else f"rank {rank}: {text}"
     return f"rank {first} ended with exit code {failed[-1][1]}" if failed else "it said nothing"
+
+
+def _speaker(said: re.Match[str]) -> int:
+    """Return the rank that an error line is of: torch puts it before the line, the benchmarks into it."""
+    named = _NAMED.match(said[2])
+    return int(said[1] or (named[1] if named else 0))
 
 
 def end(process: subprocess.Popen[Any]) -> None:

@@ -6,14 +6,18 @@ import csv
 import json
 import math
 import os
+import re
 import subprocess
 import sys
-from dataclasses import asdict, replace
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from benchmarks import collectives_results as results
 from benchmarks.collectives import finish, main, without_nproc
@@ -21,6 +25,7 @@ from benchmarks.collectives_case import (
     INEXACT,
     OPS,
     Case,
+    Cost,
     Row,
     bandwidths,
     checked,
@@ -34,6 +39,7 @@ from benchmarks.collectives_case import (
 )
 from benchmarks.collectives_operations import OPERATIONS, make_buffers
 from benchmarks.collectives_options import check, parser
+from benchmarks.collectives_ranks import Ranks
 from benchmarks.collectives_raw import RAW
 from benchmarks.job import cause
 from engine.comm.choice import algorithms_of, read_choice
@@ -220,6 +226,9 @@ def test_torchrun_gets_no_option_that_it_takes_for_its_own() -> None:
 def test_the_first_crash_is_named_and_not_what_it_caused() -> None:
     log = "[rank1]: RuntimeError: planted\nerror: rank 0: all_gather failed\n[rank0]: ValueError: later\n"
     assert cause(log) == "rank 1: RuntimeError: planted"
+    log = "error: rank 0 (data 0): all_reduce failed after 0.1 s\nerror: rank 1: planted\n"
+    assert cause(log) == "rank 1: planted"
+    assert cause("error: ranks 1, 2: planted\n") == "ranks 1, 2: planted"
 
 
 # ---- whole runs --------------------------------------------------------------------------------------------------
@@ -293,14 +302,46 @@ def test_a_corrupted_collective_is_found_and_a_slower_run_too(
     assert "error: slower: all_reduce native float32 n=2 1024 B in place: t_min" in shown.err
 
 
+def test_what_a_call_costs_is_measured_for_every_variant(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "cost.json"
+    assert main(["--overhead", "--nproc", "2", "--iterations", "33", "--json", str(out)]) == 0
+    document = json.loads(out.read_text())
+    meta, rows = document["meta"], document["rows"]
+    assert (meta["benchmark"], meta["n"], meta["blocks"]) == ("collectives_overhead", 2, 30)
+    assert [(row["n"], row["call"], row["took"], row["watch"]) for row in rows] == [
+        (2, "torch", "torch", ""),
+        (2, "native", "native", ""), (2, "chosen", "halving_doubling", ""),
+        (2, "native", "native", "ledger"), (2, "chosen", "halving_doubling", "ledger"),
+        (2, "native", "native", "checks"), (2, "chosen", "halving_doubling", "checks"),
+        (1, "chosen", "local", ""), (1, "chosen", "local", "ledger"), (1, "chosen", "local", "checks"),
+    ]  # fmt: skip
+    torchs = rows[0]
+    for row in rows:
+        assert list(row) == [each.name for each in fields(Cost)]
+        assert (row["op"], row["backend"], row["device"], row["dtype"]) == ("all_reduce", "gloo", "cpu", "float32")
+        assert (row["bytes"], row["calls"]) == (4, 33)
+        assert 0 < row["t_min"] <= row["t_p50"] < 60
+        for name, over in (("t_min", "over_min_us"), ("t_p50", "over_p50_us")):
+            wanted = None if row["n"] == 1 else pytest.approx((row[name] - torchs[name]) * 1e6)
+            assert row[over] == wanted
+    shown = capfd.readouterr().out
+    assert "all_reduce of one float32 element" in shown
+    assert "chosen (halving_doubling)" in shown
+    with pytest.raises(UsageError, match="it is a result of 'collectives_overhead'"):
+        results.read(out)
+
+
+def torchrun(*options: str) -> subprocess.CompletedProcess[str]:
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "benchmarks.collectives"]
+    return subprocess.run(
+        [sys.executable, *launch, "--iterations", "3", "--warmup", "1", *options], check=False, text=True,
+        capture_output=True, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+
+
 def test_under_torchrun_it_is_a_rank_and_tunes(tmp_path: Path) -> None:
     tuning, out = tmp_path / "tuning.json", tmp_path / "run.json"
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "benchmarks.collectives"]
-    options = ["--sizes", "1K,4K", "--iterations", "3", "--warmup", "1", "--overlap", "--json", str(out)]
-    command = [sys.executable, *launch, *options, "--tune", "--out", str(tuning)]
-    done = subprocess.run(
-        command, check=False, text=True, capture_output=True, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )
+    done = torchrun("--sizes", "1K,4K", "--overlap", "--json", str(out), "--tune", "--out", str(tuning))
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("# op ") == 1  # rank 0 alone prints
     rows = json.loads(out.read_text())["rows"]
@@ -319,6 +360,67 @@ def test_a_crash_ends_with_its_cause(
     assert main([*command, "--json", str(out)]) == 1
     assert "error: the job failed: rank 1: RuntimeError: the planted crash of rank 1; log: " in capfd.readouterr().err
     assert not out.exists()
+
+
+def test_a_damaged_baseline_ends_all_ranks_with_one_line_and_nothing_is_timed(tmp_path: Path) -> None:
+    damaged = tmp_path / "old.json"
+    damaged.write_text("{")
+    done = torchrun("--ops", "all_gather", "--sizes", "1K", "--baseline", str(damaged))
+    assert done.stderr.count("is no result of this benchmark") == 1
+    assert f"error: rank 0: {damaged} is no result of this benchmark: JSONDecodeError" in done.stderr
+    assert set(re.findall(r"exitcode +: (-?\d+)", done.stderr)) <= {"2", "-15"}  # or ended by torchrun while it exits
+    assert "exitcode  : 2" in done.stderr
+    assert done.stdout == ""
+
+
+def test_what_one_rank_fails_with_is_said_once_with_its_number() -> None:
+    options = ["--ops", "all_gather", "--sizes", "1K", "--operations", "tests.bench_corrupt:refuse"]
+    done = torchrun(*options)
+    assert done.returncode != 0
+    assert done.stderr.count("a planted wrong call") == done.stderr.count("error: rank 1: a planted wrong call\n") == 1
+
+
+@pytest.mark.parametrize(("planted", "text"), [("refuse_to_load", "command"), ("refuse", "call")])
+def test_an_error_of_another_rank_than_0_reaches_who_started_them(
+    planted: str, text: str, capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    command = [*SMALL_RUN, "--ops", "all_gather", "--sizes", "1K", "--operations", f"tests.bench_corrupt:{planted}"]
+    assert main(command) == 1
+    assert f"error: the job failed: rank 1: a planted wrong {text}; log: " in capfd.readouterr().err
+
+
+def together(size: int, function: Callable[[Ranks], Any]) -> list[Any]:
+    store = dist.HashStore()
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(lambda rank: function(Ranks(rank, size, store)), range(size)))
+
+
+@pytest.mark.parametrize(
+    ("errors", "lines"),
+    [
+        (["", "", ""], []),
+        (["", "no memory", ""], ["error: rank 1: no memory"]),
+        (["", "no memory", "no memory"], ["error: ranks 1, 2: no memory"]),
+        (["a", "b", "b"], ["error: rank 0: a", "error: ranks 1, 2: b"]),
+        (["a", "a", "a"], ["error: a"]),
+    ],
+)
+def test_a_command_that_is_wrong_on_one_rank_is_refused_on_all(
+    errors: list[str], lines: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert together(3, lambda ranks: ranks.refuse(errors[ranks.rank])) == [bool(lines)] * 3
+    assert capfd.readouterr().err.splitlines() == lines
+    assert Ranks(0, 1, None).refuse("alone")
+    assert capfd.readouterr().err == "error: alone\n"
+
+
+def test_the_same_words_are_said_by_one_rank(capfd: pytest.CaptureFixture[str]) -> None:
+    together(3, lambda ranks: ranks.say("differs"))
+    together(2, lambda ranks: ranks.say(f"rank {ranks.rank} (data {ranks.rank}): failed"))
+    first, *others = capfd.readouterr().err.splitlines()
+    assert re.fullmatch(r"error: rank [012]: differs", first)
+    assert sorted(others) == ["error: rank 0 (data 0): failed", "error: rank 1 (data 1): failed"]
 
 
 # ---- bad input ---------------------------------------------------------------------------------------------------
@@ -362,6 +464,12 @@ def test_a_crash_ends_with_its_cause(
         (["--out", "x.json"], "--tune and --out FILE go together"),
         (["--tune", "--out", "x.json", "--ops", "send_recv"], "--ops: unknown 'send_recv'"),
         (["--tune", "--out", "x.json", "--algorithms", "native"], "--tune: it measures all, not native"),
+        (
+            ["--overhead", "--sizes", "1K", "--check"],
+            "--overhead measures one element and takes none of --sizes, --check",
+        ),
+        (["--overhead", "--nproc", "1"], "--overhead: axis data has one rank, where torch has no call: raise --nproc"),
+        (["--overhead", "--layout", "data=2,pipeline=2,tensor=2"], "--overhead measures a group of one rank too, but "),
         (["--flie", "x"], "unrecognized arguments: --flie x"),
     ],
 )
@@ -393,3 +501,18 @@ def test_a_foreign_baseline_is_refused(document: str, text: str, tmp_path: Path)
     with pytest.raises(UsageError, match=r"old\.json is no result of this benchmark") as error:
         results.read(path)
     assert text in str(error.value)
+
+
+def test_a_baseline_is_judged_before_the_run_and_only_where_it_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "old.json"
+    results.save_json(path, {"benchmark": "collectives"}, [ROW])
+    monkeypatch.setattr("benchmarks.collectives.start_job", None)
+    assert main(["--ops", "all_reduce", "--sizes", "4K", "--nproc", "3", "--baseline", str(path)]) == 2
+    assert f"error: --baseline {path}: this run measures none of its 1 rows" in capfd.readouterr().err
+    options = ["--ops", "all_reduce", "--sizes", "4K", "--baseline"]
+    assert check(parser("").parse_args([*options, str(path)]), None).baseline == (ROW,)
+    for rank, more in (("1", []), ("0", ["--result", "x"])):  # the second was started by us
+        monkeypatch.setenv("RANK", rank)
+        assert check(parser("").parse_args([*options, "/no/such/file", *more]), 4).baseline is None

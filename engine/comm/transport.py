@@ -15,9 +15,9 @@ from torch import Tensor
 
 from engine.comm.arguments import flat
 
-# torch 2.13 renamed the two; 2.7 has only the old names.
-_reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+# torch 2.13 renamed the two; 2.7 has only the old names. For the benchmark's raw calls too.
+torch_reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+torch_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 _OPS = {
     "sum": dist.ReduceOp.SUM,
@@ -133,10 +133,10 @@ class TorchTransport(Transport):
         return self._start(dist.reduce, x, self.ranks[dst], _OPS[op])
 
     def reduce_scatter(self, out: Tensor, x: Tensor, op: str) -> Works:
-        return self._start(_reduce_scatter, out, x, _OPS[op])
+        return self._start(torch_reduce_scatter, out, x, _OPS[op])
 
     def all_gather(self, out: Tensor, x: Tensor) -> Works:
-        return self._start(_all_gather, _bytes(out), _bytes(x))
+        return self._start(torch_all_gather, _bytes(out), _bytes(x))
 
     def all_to_all(self, out: Tensor, x: Tensor) -> Works:
         return self._start(dist.all_to_all_single, _bytes(out), _bytes(x))
