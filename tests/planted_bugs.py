@@ -115,13 +115,13 @@ BUGS = (
         "engine/comm/arguments.py",
         "if x.is_contiguous() and not x.is_conj() and not x.is_neg():",
         "if True:",
-        ("tests/test_communicator.py",),
+        ("tests/test_communicator_memory.py",),
     ),
     Bug(
         "ranks of the world where ranks of the group are meant",
         "engine/comm/transport.py",
-        "return [dist.broadcast(_bytes(x), self.ranks[src], group=self.group, async_op=True)]",
-        "return [dist.broadcast(_bytes(x), src, group=self.group, async_op=True)]",
+        "return self._start(dist.broadcast, _bytes(x), self.ranks[src])",
+        "return self._start(dist.broadcast, _bytes(x), src)",
         ("tests/test_communicator.py",),
     ),
     Bug(

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 import engine
 from engine import device as devices
 from engine.comm.communicator import Communicator
+from engine.comm.transport import Transport
 from engine.errors import DtypeError, UsageError
 from tests.world import World
 
@@ -237,7 +238,7 @@ def test_the_package_imports_without_torch_npu_and_wakes_no_accelerator() -> Non
 # ---- what HCCL cannot carry --------------------------------------------------------------------------------
 
 
-class Recorder:
+class Recorder(Transport):
     """A transport for one of `size` ranks that all hold the same tensors; notes what would be sent."""
 
     name = "recorder"
@@ -315,7 +316,7 @@ def test_flags_and_comparisons_go_to_hccl_as_int32(hccl: Any) -> None:
 
 def test_a_flag_does_not_overflow_over_256_ranks() -> None:
     """256 summed bytes would be 0 again."""
-    comm = Communicator("world", range(256), 0, CPU, where="rank 0", transport=Recorder(256))  # type: ignore[arg-type]
+    comm = Communicator("world", range(256), 0, CPU, where="rank 0", transport=Recorder(256))
     assert comm.any(True) is True
     assert comm.any(False) is False
 
