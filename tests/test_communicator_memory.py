@@ -16,6 +16,7 @@ from torch import Tensor
 
 import engine
 from engine import Layout
+from engine.comm.transport import Transport
 from tests.values import held, reduced, waited
 from tests.world import World
 from tests.world import refusals as refusals_of
@@ -215,7 +216,7 @@ def test_a_handle_keeps_its_buffers_and_gives_one_result(world: World) -> None:
         assert all(same for _, same, _ in got.values()), "waiting twice changes nothing"
 
 
-class Pending:
+class Pending(Transport):
     """A transport of two ranks that starts everything, finishes nothing and keeps no reference."""
 
     name = "pending"
@@ -264,7 +265,7 @@ class Pending:
 )
 def test_everything_a_backend_was_given_lives_until_wait(start: Any, tensors: int, view: Any) -> None:
     transport = Pending()
-    comm = engine.Communicator("data", (0, 1), 0, torch.device("cpu"), where="rank 0", transport=transport)  # type: ignore[arg-type]
+    comm = engine.Communicator("data", (0, 1), 0, torch.device("cpu"), where="rank 0", transport=transport)
     work = start(comm, view(held(0, 4, 8)))
     gc.collect()
     assert len(transport.given) == tensors

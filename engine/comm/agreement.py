@@ -1,4 +1,4 @@
-"""The calls of a communicator that carry no tensor of the caller's: meeting, a flag, an object, a comparison, memory."""
+"""The calls of a communicator that carry no tensor of the caller's: a meeting, a flag, an object, new memory."""
 
 from __future__ import annotations
 
