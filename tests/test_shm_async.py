@@ -1,4 +1,4 @@
-"""Asynchronous calls and messages over shared memory: their order, any order of waiting, and the threads behind them."""
+"""Asynchronous calls and messages over shared memory: their order, any order of waiting, and their threads."""
 
 from __future__ import annotations
 
