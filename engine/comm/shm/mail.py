@@ -26,7 +26,7 @@ from torch import Tensor
 
 from engine.comm.arguments import flat, outside_autograd
 from engine.comm.shm import words
-from engine.comm.shm.links import Sockets
+from engine.comm.shm.links import Sockets, close_in_children
 from engine.comm.shm.memory import map_segment, reserve, shortage
 from engine.comm.shm.segments import Segments
 from engine.comm.transport import BackendError
@@ -36,7 +36,8 @@ _ANNOUNCE = struct.Struct("<ciBqqqq")  # "D", tag, dtype, elements, segment, off
 _PIECE = struct.Struct("<cq")  # "C", slot: a piece is there; "A", slot: it has been read; "R", 0: all has been read
 _ABORT = b"!"
 _SLOTS = 4
-_SLOT = 1 << 18
+_SLOT = 1 << 18  # bytes of a slot, where the bound on staging allows it
+_LEAST = 1 << 12
 _DIRECT = 1 << 16  # bytes from which on a message in shared memory is read where it is
 
 
@@ -78,7 +79,9 @@ class _Peer:
 class Mail:
     """The messages of one group."""
 
-    def __init__(self, sockets: Sockets, names: Sequence[int], limit: float, segments: Segments, staging: int) -> None:
+    def __init__(
+        self, rank: int, sockets: Sockets, names: Sequence[int], limit: float, segments: Segments, staging: int
+    ) -> None:
         """names: the ranks' global numbers, for errors; limit: seconds that a wait may take; staging: bytes that the
         mailboxes of all ranks together may take.
         """
@@ -86,8 +89,11 @@ class Mail:
         self._by_socket = {peer.socket.fileno(): j for j, peer in self._peers.items()}
         for peer in sockets.values():
             peer.setblocking(False)
+        close_in_children(sockets)
         self._names, self._limit, self._segments = names, limit, segments
-        self._slot = max(4096, min(_SLOT, staging // (_SLOTS * len(names) * (len(names) - 1))) // 4096 * 4096)
+        self._own = names[rank]
+        most = staging // (_SLOTS * len(names) * (len(names) - 1))
+        self._slot = max(_LEAST, min(_SLOT, most) // _LEAST * _LEAST)
         self._error = ""
         self._lock = threading.RLock()
         self._moved = threading.Condition(self._lock)
@@ -243,12 +249,7 @@ class Mail:
         number, offset = self._segments.find(message.x) if nbytes >= _DIRECT else (-1, 0)
         fds = []
         if number < 0 and peer.box is None:
-            total = _SLOTS * self._slot
-            lack = shortage(total, f"a mailbox for rank {self._names[j]}")
-            if lack:
-                raise MemoryShortageError(lack)
-            fds = [reserve(total, f"a mailbox for rank {self._names[j]}")]
-            peer.box, peer.slot, peer.free = map_segment(fds[0], total), self._slot, list(range(_SLOTS))
+            fds = [self._make_box(j)]
         packet = _ANNOUNCE.pack(
             b"D", message.tag, words.number_of(message.x.dtype), message.x.numel(), number, offset, peer.slot
         )
@@ -267,6 +268,22 @@ class Mail:
         if number >= 0:
             message.done = -1
         return True
+
+    def _make_box(self, j: int) -> int:
+        """Reserve the mailbox towards a peer, smaller where memory is short, and return its descriptor."""
+        peer, slot, what = self._peers[j], self._slot, f"a mailbox for rank {self._names[j]}"
+        while slot > _LEAST and shortage(_SLOTS * slot, what):
+            slot //= 2
+        total = _SLOTS * slot
+        try:
+            if lack := shortage(total, what):
+                raise MemoryShortageError(lack)
+            fd = reserve(total, what)
+        except MemoryShortageError as error:
+            self._fail(f"rank {self._own} cannot send: {error}")
+            raise
+        peer.box, peer.slot, peer.free = map_segment(fd, total), slot, list(range(_SLOTS))
+        return fd
 
     def _send(self, j: int, packet: bytes) -> None:
         try:

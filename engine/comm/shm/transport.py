@@ -41,7 +41,7 @@ class SharedMemoryTransport(InOrder):
         self._links = Links(rank, sockets[0], names, limit)
         self._segments = Segments(self._links, name)
         self.collectives = Collectives(self._links, self._segments, staging // 2)
-        self._mail = Mail(sockets[1], names, limit, self._segments, staging // 2)
+        self._mail = Mail(rank, sockets[1], names, limit, self._segments, staging // 2)
         super().__init__(names, rank, self.collectives, self.abort)
 
     def exchange(
