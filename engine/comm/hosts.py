@@ -132,7 +132,7 @@ class HostsTransport(InOrder):
         """hosts: the group's ranks on each host. local: over the ranks of this rank's, None where it is alone there.
         across: over the whole group. tag: of the messages between leaders, used for nothing else.
         """
-        super().__init__(across.ranks, rank, _OverHosts(rank, hosts, local, across, tag), self._tell)
+        super().__init__(across.ranks, rank, _OverHosts(rank, hosts, local, across, tag))
         self._local, self._across = local, across
 
     def exchange(
@@ -169,6 +169,6 @@ class HostsTransport(InOrder):
             self._local.close()
         self.end()
 
-    def _tell(self, reason: str) -> None:
+    def tell(self, reason: str) -> None:
         if self._local is not None:
-            self._local.abort(reason)
+            self._local.fail(reason)

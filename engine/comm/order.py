@@ -58,10 +58,10 @@ class _Run(Calls):
 class InOrder(_Run, Transport):
     """A transport whose collectives block. The thread for the others is made by the first of them."""
 
-    def __init__(self, ranks: Sequence[int], own: int, blocking: Blocking, abort: Callable[[str], None]) -> None:
-        """ranks: global, own: which of them this is. abort: tells the other ranks that this one has failed, and why."""
+    def __init__(self, ranks: Sequence[int], own: int, blocking: Blocking) -> None:
+        """ranks: global, own: which of them this is."""
         super().__init__(tuple(ranks), blocking)
-        self._own, self._abort = own, abort
+        self._own = own
         self._later = _Later(self, blocking)
         self._worker: _Worker | None = None
         self._broken = ""
@@ -89,6 +89,16 @@ class InOrder(_Run, Transport):
         """Start messages for which nobody may wait for a while."""
         raise NotImplementedError
 
+    def tell(self, reason: str) -> None:
+        """Tell the other ranks, now or when they come, that this one has failed."""
+        raise NotImplementedError
+
+    def fail(self, reason: str) -> None:
+        """Have no more calls: the ranks may be out of step."""
+        if not self._broken:
+            self._broken = reason
+            self.tell(reason)
+
     def end(self) -> None:
         """End the thread."""
         if self._worker is not None:
@@ -104,10 +114,9 @@ class InOrder(_Run, Transport):
         except MemoryShortageError:
             raise  # raised on every rank alike, so they are still in step
         except BaseException as error:
-            self._broken = str(error) or type(error).__name__
-            if not isinstance(error, EngineError | BackendError):
-                self._broken = f"rank {self.ranks[self._own]} failed by itself: {type(error).__name__}: {error}"
-            self._abort(self._broken)
+            own = not isinstance(error, EngineError | BackendError)
+            rank = self.ranks[self._own]
+            self.fail(f"rank {rank} failed by itself: {type(error).__name__}: {error}" if own else str(error))
             raise
 
 

@@ -129,9 +129,7 @@ def _check_owner(peer: socket.socket) -> None:
 
 
 def close_in_children(sockets: Sockets) -> None:
-    """Keep processes that this one forks, say a loader's workers, from holding its sockets open: they must end when this
-    one does.
-    """
+    """Let processes that this one forks, say a loader's workers, close its sockets: these must end when it does."""
     known = [weakref.ref(each) for each in sockets.values()]
 
     def close() -> None:

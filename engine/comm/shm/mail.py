@@ -18,7 +18,7 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -80,10 +80,17 @@ class Mail:
     """The messages of one group."""
 
     def __init__(
-        self, rank: int, sockets: Sockets, names: Sequence[int], limit: float, segments: Segments, staging: int
+        self,
+        rank: int,
+        sockets: Sockets,
+        names: Sequence[int],
+        limit: float,
+        segments: Segments,
+        staging: int,
+        failed: Callable[[str], None],
     ) -> None:
         """names: the ranks' global numbers, for errors; limit: seconds that a wait may take; staging: bytes that the
-        mailboxes of all ranks together may take.
+        mailboxes of all ranks together may take; failed: told why, when the messages of this rank have failed.
         """
         self._peers = {j: _Peer(peer) for j, peer in sorted(sockets.items())}
         self._by_socket = {peer.socket.fileno(): j for j, peer in self._peers.items()}
@@ -91,7 +98,7 @@ class Mail:
             peer.setblocking(False)
         close_in_children(sockets)
         self._names, self._limit, self._segments = names, limit, segments
-        self._own = names[rank]
+        self._own, self._failed = names[rank], failed
         most = staging // (_SLOTS * len(names) * (len(names) - 1))
         self._slot = max(_LEAST, min(_SLOT, most) // _LEAST * _LEAST)
         self._error = ""
@@ -141,7 +148,8 @@ class Mail:
                     self._move(left)
 
     def abort(self, reason: str) -> None:
-        """Tell every peer that this rank has failed."""
+        """Have no more messages, and tell every peer that this rank has failed."""
+        self._error = self._error or reason
         for peer in self._peers.values():
             with contextlib.suppress(OSError):
                 peer.socket.send(_ABORT + reason.encode()[:4000])
@@ -366,8 +374,7 @@ class Mail:
         )
 
     def _fail(self, reason: str) -> BackendError:
-        self._error = self._error or reason
-        self.abort(reason)
+        self._failed(reason)
         self._moved.notify_all()
         return BackendError(reason)
 

@@ -41,8 +41,8 @@ class SharedMemoryTransport(InOrder):
         self._links = Links(rank, sockets[0], names, limit)
         self._segments = Segments(self._links, name)
         self.collectives = Collectives(self._links, self._segments, staging // 2)
-        self._mail = Mail(rank, sockets[1], names, limit, self._segments, staging // 2)
-        super().__init__(names, rank, self.collectives, self.abort)
+        self._mail = Mail(rank, sockets[1], names, limit, self._segments, staging // 2, self.fail)
+        super().__init__(names, rank, self.collectives)
 
     def exchange(
         self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], tag: int = 0
@@ -72,9 +72,9 @@ class SharedMemoryTransport(InOrder):
         staging = self.collectives.staging_bytes
         return {"staging": staging + self._mail.box_bytes, "allocated": self._segments.reserved - staging}
 
-    def abort(self, reason: str) -> None:
-        """Tell the other ranks, now or when they come, that this one has failed."""
+    def tell(self, reason: str) -> None:
         self._links.abort(reason)
+        self._mail.abort(reason)
 
     def close(self) -> None:
         self._links.shut()  # ends a call that the thread is in
