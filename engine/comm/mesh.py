@@ -36,8 +36,8 @@ from engine.comm.monitor import Monitor, reachable_interface
 from engine.comm.rendezvous import agree, find_ranks, this_host
 from engine.comm.shm import Listener, SharedMemoryTransport, hosts_with_memory, open_groups, own_address
 from engine.comm.start import check_arguments, choose, choose_transport, select_device
-from engine.comm.transport import TorchTransport, Transport
-from engine.errors import UsageError
+from engine.comm.transport import BackendError, TorchTransport, Transport
+from engine.errors import CommunicationError, UsageError
 from engine.layout import AXES, Coordinate, Layout
 
 _SPACES = 511  # with 4 communicators each and 2**20 tags, a tag stays below 2**31
@@ -274,12 +274,16 @@ def _open(
         monitor.watch((mesh.world, mesh.data, mesh.tensor, mesh.pipeline), addresses)
         for comm in (mesh.world, *(getattr(mesh, axis) for axis in ORDER)):
             comm.barrier()
-    except BaseException:
+    except BaseException as error:
         for each in inside.values():
             each.close()
         close_groups()
         if monitor is not None:
             monitor.close()
+        if isinstance(error, BackendError):
+            raise CommunicationError(
+                f"rank {rank} of {layout.world_size} lost another while opening: {error}"
+            ) from error
         raise
     atexit.register(mesh.close)
     return mesh
