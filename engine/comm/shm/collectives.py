@@ -255,7 +255,8 @@ class Collectives:
         if known is None:
             if len(self._views) >= _KEPT:
                 self._views.clear()
-            known = self._views[key] = [[_part(slot, v, 0, v.numel()) for slot in slots] for slots in self._slots]
+            with torch.inference_mode(False):  # a view made inside that mode could not be written outside it
+                known = self._views[key] = [[_part(slot, v, 0, v.numel()) for slot in slots] for slots in self._slots]
         return known[self._turn]
 
     def _meet(self, word: bytes) -> list[bytes]:
