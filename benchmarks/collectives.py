@@ -191,7 +191,7 @@ def finish_overhead(settings: Settings, meta: dict[str, Any], rows: Sequence[Cos
 
     from benchmarks.collectives_overhead import NOTE, table
 
-    Console(highlight=False, width=max(Console().width, 100)).print(table(rows))
+    Console(highlight=False, width=max(Console().width, 120)).print(table(rows))
     print(NOTE)
     if settings.json is not None:
         results.save_json(settings.json, meta, rows)

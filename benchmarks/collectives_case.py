@@ -169,6 +169,8 @@ class Cost:
     dtype: str
     bytes: int
     n: int
+    transport: str
+    """local: a group of one rank."""
     call: str
     """torch, native, or chosen: what the engine takes."""
     took: str

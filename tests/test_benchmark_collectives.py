@@ -402,13 +402,18 @@ def test_what_a_call_costs_is_measured_for_every_variant(tmp_path: Path, capfd: 
     document = json.loads(out.read_text())
     meta, rows = document["meta"], document["rows"]
     assert (meta["benchmark"], meta["n"], meta["blocks"]) == ("collectives_overhead", 2, 30)
-    assert [(row["n"], row["call"], row["took"], row["watch"]) for row in rows] == [
-        (2, "torch", "torch", ""),
-        (2, "native", "native", ""), (2, "chosen", "halving_doubling", ""),
-        (2, "native", "native", "ledger"), (2, "chosen", "halving_doubling", "ledger"),
-        (2, "native", "native", "checks"), (2, "chosen", "halving_doubling", "checks"),
-        (1, "chosen", "local", ""), (1, "chosen", "local", "ledger"), (1, "chosen", "local", "checks"),
-    ]  # fmt: skip
+    assert [tuple(row[name] for name in ("n", "transport", "call", "took", "watch")) for row in rows] == [
+        (2, "torch", "torch", "torch", ""),
+        *(
+            (2, transport, call, took, watch)
+            for transport, chosen in (("torch", "halving_doubling"), ("shm", "native"))
+            for watch in ("", "ledger", "checks")
+            for call, took in (("native", "native"), ("chosen", chosen))
+        ),
+        (1, "local", "chosen", "local", ""),
+        (1, "local", "chosen", "local", "ledger"),
+        (1, "local", "chosen", "local", "checks"),
+    ]
     torchs = rows[0]
     for row in rows:
         assert list(row) == [each.name for each in fields(Cost)]
