@@ -219,6 +219,9 @@ class Collectives:
     def _exchanged(self, head: bytes, v: Tensor, part: int, start: int, stop: int) -> list[Tensor]:
         """Put elements [start, stop) of every block of `v` out, and return this rank's block of every rank's."""
         count, turn = stop - start, self._turn
+        if count == part:
+            first = self._rank * part
+            return [slot[first : first + part] for slot in self._gathered(head, v)]
         mine = _part(self._slots[turn][self._rank], v, 0, count * self._size)
         mine.view(self._size, count).copy_(v.view(self._size, part)[:, start:stop])
         self._meet(head)
