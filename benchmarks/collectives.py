@@ -119,7 +119,8 @@ def where(settings: Settings) -> str:
     """Return the machine and the ranks."""
     return (
         f"# {summary(settings.device)}\n"
-        f"# {settings.layout} = {settings.layout.world_size} ranks; axis {settings.axis}, n = {settings.n}"
+        f"# {settings.layout} = {settings.layout.world_size} ranks; axis {settings.axis}, n = {settings.n}; "
+        f"transport {', '.join(settings.transports)}"
     )
 
 
@@ -190,7 +191,7 @@ def finish_overhead(settings: Settings, meta: dict[str, Any], rows: Sequence[Cos
 
     from benchmarks.collectives_overhead import NOTE, table
 
-    Console(highlight=False, width=max(Console().width, 100)).print(table(rows))
+    Console(highlight=False, width=max(Console().width, 120)).print(table(rows))
     print(NOTE)
     if settings.json is not None:
         results.save_json(settings.json, meta, rows)
@@ -205,11 +206,11 @@ def _sound(settings: Settings, rows: Sequence[Row]) -> bool:
         return True
     bad = [row for row in rows if row.wrong]
     unchecked = sum(row.wrong is None for row in rows)
-    print(f"# {len(rows)} rows: {len(bad)} with wrong elements, {unchecked} not checked (sums not exact)")
+    print(f"# {len(rows)} rows: {len(bad)} with wrong elements, {unchecked} not checked (their notes say why)")
     for row in bad:
         place = "in" if row.in_place else "out of"
         print(
-            f"error: {row.op} {row.algorithm} {row.dtype} {row.bytes} B {place} place: {row.wrong} elements are wrong",
+            f"error: {row.op} {row.way}: {row.dtype} {row.bytes} B {place} place: {row.wrong} elements are wrong",
             file=sys.stderr,
         )
     return not bad

@@ -15,18 +15,18 @@ from torch import Tensor
 from engine import Mesh
 from engine.comm.algorithms.run import Messenger
 from engine.comm.choice import OPERATIONS
-from engine.comm.transport import TorchTransport
+from engine.comm.transport import Transport
 
 _AXES = ("data", "tensor", "pipeline", "world")
 
 
-class SilentTransport(TorchTransport):
-    """Moves nothing. Keeps the real one's group for whoever asks for it."""
+class SilentTransport(Transport):
+    """Moves nothing, whatever the real one is."""
 
     name = "silent"
 
-    def __init__(self, real: TorchTransport, rank: int) -> None:
-        super().__init__(real.group, real.ranks)  # type: ignore[arg-type]
+    def __init__(self, real: Transport, rank: int) -> None:
+        self.ranks = real.ranks
         self._rank = rank
 
     def all_reduce(self, x: Tensor, op: str) -> list[Any]:  # noqa: ARG002 (the transport's signature)
@@ -60,8 +60,15 @@ class SilentTransport(TorchTransport):
             x.zero_()
         return []
 
-    def broadcast_object(self, value: object, src: int, device: object) -> object:  # noqa: ARG002
-        return value
+    def all_to_all(self, out: Tensor, x: Tensor) -> list[Any]:
+        out.copy_(x)
+        return []
+
+    def wait(self, works: list[Any]) -> None:  # noqa: ARG002
+        return None
+
+    def close(self) -> None:
+        return None
 
 
 @contextmanager
