@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from engine.comm.full import full_tensors
 from engine.comm.mesh import Mesh
+from engine.comm.work import Work
 from engine.errors import UsageError
 from engine.placement import Tied, placements_of, ties_of
 from engine.zero.buckets import FlatBucket
@@ -27,6 +28,7 @@ from engine.zero.plan import ParameterInfo, plan_buckets
 from engine.zero.ties import share
 
 _MIB = 2**20
+_PIECE = 1 << 17  # elements that an optimizer which passes over memory several times updates at once: cache size
 
 
 class ZeroOptimizer(torch.optim.Optimizer):
@@ -150,8 +152,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             inner.update(options_of(ours))
         self._inner.step()
         if self._stage > 0:
-            for work in [bucket.start_gather() for bucket in self._buckets]:
-                work.wait()
+            _settle([bucket.start_gather() for bucket in self._buckets])
         torch.autograd.graph.increment_version([parameter for _, parameter in self._named])
         self._phase = "stepped"
 
@@ -239,17 +240,21 @@ class ZeroOptimizer(torch.optim.Optimizer):
     ) -> torch.optim.Optimizer:
         """Build the user's optimizer over the runs of elements that this rank updates, each of one parameter group."""
         members: list[list[Tensor]] = [[] for _ in placed]
-        for bucket in self._buckets:
-            bounds = (0, bucket.plan.used) if self._stage == 0 else (bucket.start, bucket.stop)
-            for run in bucket.plan.ranges(*bounds, key=lambda index: self._infos[index].group):
-                part = bucket.flat[run.start : run.stop].detach()
-                part.grad = bucket.gradient(run.start, run.stop)
-                assert isinstance(run.key, int)
-                members[run.key].append(part)
         accepted = inspect.signature(optimizer_class).parameters
+        longest = None
         if "foreach" in accepted and not {"foreach", "fused"} & kwargs.keys():
             # The runs are few and long. torch's own choice would also wake an NPU from a CPU run.
             kwargs = {**kwargs, "foreach": False}
+            longest = _PIECE if self._mesh.device.type == "cpu" else None
+        for bucket in self._buckets:
+            bounds = (0, bucket.plan.used) if self._stage == 0 else (bucket.start, bucket.stop)
+            for run in bucket.plan.ranges(*bounds, key=lambda index: self._infos[index].group):
+                assert isinstance(run.key, int)
+                for start in range(run.start, run.stop, longest or run.stop):
+                    stop = min(run.stop, start + longest) if longest else run.stop
+                    part = bucket.flat[start:stop].detach()
+                    part.grad = bucket.gradient(start, stop)
+                    members[run.key].append(part)
         groups = [{**options, "params": parts} for (options, _), parts in zip(placed, members, strict=True)]
         return optimizer_class(groups, **kwargs)
 
@@ -280,21 +285,27 @@ class ZeroOptimizer(torch.optim.Optimizer):
         used in turn.
         """
         if all(bucket.keep_gradients for bucket in self._buckets):
-            for work in [bucket.start_reduction(None) for bucket in self._buckets]:
-                work.wait()
+            _settle([bucket.start_reduction(None) for bucket in self._buckets])
             return
         largest: dict[torch.dtype, int] = {}
         for bucket in self._buckets:
             largest[bucket.plan.dtype] = max(largest.get(bucket.plan.dtype, 0), bucket.plan.numel)
         borrowed = {dtype: torch.empty(n, dtype=dtype, device=self._mesh.device) for dtype, n in largest.items()}
         for bucket in self._buckets:
-            bucket.start_reduction(borrowed[bucket.plan.dtype]).wait()
+            _settle([bucket.start_reduction(borrowed[bucket.plan.dtype])])
 
     def _counted_parts(self) -> Iterable[Tensor]:
         for bucket in self._buckets:
             for run in bucket.plan.ranges(bucket.start, bucket.stop, key=lambda index: self._infos[index].counted):
                 if run.key:
                     yield bucket.gradient(run.start, run.stop)
+
+
+def _settle(works: Sequence[Work | None]) -> None:
+    """Wait for what was started."""
+    for work in works:
+        if work is not None:
+            work.wait()
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:

@@ -30,6 +30,8 @@ class SharedMemoryTransport(InOrder):
     keeps_nan = True
     keeps_inputs = True
     moves_alone = False
+    overlaps = False
+    reads_in_place = True
 
     def __init__(
         self, name: str, rank: int, names: Sequence[int], sockets: tuple[Sockets, Sockets], limit: float, staging: int
