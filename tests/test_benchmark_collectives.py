@@ -307,7 +307,7 @@ def whole_run(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     files = {name: folder / f"run.{name}" for name in ("json", "csv", "plot")}
     files["plot"] = folder / "run.png"
     command = [*SMALL_RUN, "--ops", "all", "--sizes", "1K:4K:4", "--check", "--transports", "torch,shm"]
-    command += ["--memory", "private,registered"]
+    command += ["--memory", "private,registered", "--dtypes", "float32"]
     written = [part for name, path in files.items() for part in (f"--{name}", str(path))]
     return {"code": main([*command, *written]), **files}
 
@@ -323,13 +323,12 @@ def test_a_run_is_right_everywhere_and_writes_numbers_and_a_picture(whole_run: d
     assert [row["wrong"] for row in rows] == [None if row["op"] == "barrier" else 0 for row in rows]
     media = (("torch", "private"), ("shm", "private"), ("shm", "registered"))
     wanted = {
-        (op, *how, dtype, size, in_place)
+        (op, *how, "float32", size, in_place)
         for op, kind in OPS.items()
         for how in (
             ("torch", "torch", "private"),
             *((transport, name, memory) for transport, memory in media for name in algorithms_of(op)),
         )
-        for dtype in ("float32", "bfloat16")
         for size in (1024, 4096)
         for in_place in kind.in_place
         if op != "barrier"
