@@ -101,10 +101,11 @@ def test_a_missing_file_in_the_environment_is_refused(monkeypatch: pytest.Monkey
         engine.init(Layout(), device="cpu")
 
 
-def chosen(rank: int, size: int, store: str, path: str) -> list[str | None]:
+def chosen(rank: int, size: int, store: str, path: str, transport: str) -> list[str | None]:
     with engine.init(
-        Layout(data=size), device="cpu", store=dist.FileStore(store, size), rank=rank, world_size=size, tuning=path
-    ) as mesh:
+        Layout(data=size), device="cpu", store=dist.FileStore(store, size), rank=rank, world_size=size, tuning=path,
+        transport=transport,
+    ) as mesh:  # fmt: skip
         names = []
         for count in (256, 257, 16384, 16385):
             mesh.data.all_reduce(torch.ones(count))
@@ -115,8 +116,14 @@ def chosen(rank: int, size: int, store: str, path: str) -> list[str | None]:
 
 def test_a_mesh_takes_what_its_file_says(world: World, tmp_path: Path) -> None:
     write_choice(tmp_path / "tuning.json", TABLE, {})
-    for names in world.run(2, chosen, str(tmp_path / "tuning.json"), mesh=False):
+    for names in world.run(2, chosen, str(tmp_path / "tuning.json"), "torch", mesh=False):
         assert names == ["native", "halving_doubling", "halving_doubling", "ring"]
+
+
+def test_a_file_measured_over_gloo_says_nothing_about_shared_memory(world: World, tmp_path: Path) -> None:
+    write_choice(tmp_path / "tuning.json", TABLE, {})
+    for names in world.run(2, chosen, str(tmp_path / "tuning.json"), "shm", mesh=False):
+        assert names == ["native"] * 4
 
 
 def other_file(rank: int, size: int, store: str, paths: list[str | None]) -> str:

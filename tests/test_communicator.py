@@ -18,7 +18,7 @@ import engine
 from engine import Layout
 from engine.errors import DtypeError, LayoutError, UsageError
 from tests.values import OPS, held, outcome, reduced
-from tests.world import World
+from tests.world import TRANSPORT, World
 
 Mesh = engine.Mesh
 SIZES = [2, 3, 5, 7]
@@ -117,7 +117,7 @@ def test_each_axis_of_a_cube_joins_its_own_ranks(world: World) -> None:
             for rank in group:
                 assert results[rank]["ranks"][axis] == group
                 assert results[rank]["sums"][axis] == sum(2.0**member for member in group), (axis, rank)
-    assert results[3]["repr"] == "Communicator('data', rank 1 of 2, torch on cpu)"
+    assert results[3]["repr"] == f"Communicator('data', rank 1 of 2, {TRANSPORT} on cpu)"
 
 
 # ---- every op, every group size --------------------------------------------------------------------------------------

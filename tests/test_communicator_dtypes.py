@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 import engine
 from engine import Layout
+from engine.comm.transport import Transport
 from engine.errors import DtypeError
 from tests.values import OPS, held, outcome
 from tests.world import World
@@ -26,7 +28,8 @@ REDUCED = (
     torch.bool, torch.complex64, torch.complex128,
 )  # fmt: skip
 MOVED = (*REDUCED, torch.int16, torch.uint16, torch.uint32, torch.float8_e4m3fn)
-REFUSED = (torch.int16, torch.uint16, torch.float8_e4m3fn)
+NOT_EVERYWHERE = (torch.int16, torch.uint16, torch.float8_e4m3fn)
+REDUCED_BY = {"torch": REDUCED, "shm": (*REDUCED, torch.int16)}  # gloo has no int16
 
 
 def has_meaning(dtype: torch.dtype, op: str) -> bool:
@@ -55,7 +58,7 @@ def combined(dtype: torch.dtype, op: str) -> Tensor:
 
 def reduce_dtypes(mesh: Mesh) -> dict[str, Any]:
     comm, results = mesh.data, {}
-    for dtype in (*REDUCED, *REFUSED):
+    for dtype in (*REDUCED, *NOT_EVERYWHERE):
         for op in OPS:
             x = typed(comm.rank, dtype)
             results[f"{dtype} {op}"] = (
@@ -67,13 +70,15 @@ def reduce_dtypes(mesh: Mesh) -> dict[str, Any]:
     return results
 
 
-def test_each_dtype_is_reduced_rightly_or_refused_by_name_before_anything_is_sent(world: World) -> None:
-    for rank, got in enumerate(world.run(Layout(data=2), reduce_dtypes)):
-        for dtype in (*REDUCED, *REFUSED):
+@pytest.mark.parametrize("transport", ["torch", "shm"])
+def test_each_dtype_is_reduced_rightly_or_refused_by_name_before_anything_is_sent(world: World, transport: str) -> None:
+    reducible = REDUCED_BY[transport]
+    for rank, got in enumerate(world.run(Layout(data=2), reduce_dtypes, transport=transport)):
+        for dtype in (*REDUCED, *NOT_EVERYWHERE):
             for op in OPS:
                 everywhere, at_one, part = got[f"{dtype} {op}"]
                 assert got[f"{dtype} {op} afterwards"] is True
-                if dtype in REDUCED and has_meaning(dtype, op):
+                if dtype in reducible and has_meaning(dtype, op):
                     total = combined(dtype, op)
                     expected = (total, total if rank == 1 else typed(0, dtype), total[2 * rank : 2 * rank + 2])
                     for call, result, wanted in zip(
@@ -86,15 +91,16 @@ def test_each_dtype_is_reduced_rightly_or_refused_by_name_before_anything_is_sen
                     for name, text in (everywhere, at_one, part):
                         assert name == DtypeError.__name__
                         assert str(dtype) in text
-                        assert "cpu" in text or dtype in REDUCED, "names the backend's device"
+                        assert "cpu" in text or dtype in reducible, "names the backend's device"
 
 
-def test_the_dtype_error_says_which_dtypes_are_reduced(world: World) -> None:
-    _, text = world.run(Layout(data=2), reduce_dtypes)[1]["torch.int16 sum"][0]
+@pytest.mark.parametrize(("transport", "also"), [("torch", ""), ("shm", "int16, ")])
+def test_the_dtype_error_says_which_dtypes_are_reduced(world: World, transport: str, also: str) -> None:
+    _, text = world.run(Layout(data=2), reduce_dtypes, transport=transport)[1]["torch.uint16 sum"][0]
     assert text == (
         "rank 1 (data 1, pipeline 0, tensor 0): all_reduce on axis 'data': the backend of cpu does not reduce "
-        "torch.int16: use one of bfloat16, bool, complex128, complex64, float16, float32, float64, int32, int64, int8, "
-        "uint8"
+        f"torch.uint16: use one of bfloat16, bool, complex128, complex64, float16, float32, float64, {also}int32, "
+        "int64, int8, uint8"
     )
     assert issubclass(DtypeError, TypeError)
 
@@ -190,7 +196,7 @@ def test_lazily_negated_views_are_carried_by_value(world: World) -> None:
 # ---- many flags ------------------------------------------------------------------------------------------------------
 
 
-class Alike:
+class Alike(Transport):
     """A transport of 256 ranks that all hold what this one holds, reduced in the dtype that is handed to it."""
 
     name, ranks = "alike", tuple(range(256))

@@ -21,7 +21,7 @@ import torch.distributed as dist
 import engine
 from engine import Layout
 from engine.errors import CommunicationError, EngineError, LayoutError, UsageError
-from tests.world import World, WorldError
+from tests.world import TRANSPORT, World, WorldError
 
 ROOT = Path(__file__).parent.parent
 
@@ -63,8 +63,8 @@ def test_every_rank_has_its_place_and_torchs_device_mesh_agrees(world: World) ->
     results = world.run(Layout(data=3, pipeline=2), describe)
     assert [r["coordinate"] for r in results] == [(0, 0, 0), (1, 0, 0), (2, 0, 0), (0, 1, 0), (1, 1, 0), (2, 1, 0)]
     assert results[4]["ranks"] == {"data": (3, 4, 5), "tensor": (4,), "pipeline": (1, 4), "world": (0, 1, 2, 3, 4, 5)}
-    how = os.environ.get("ENGINE_TRANSPORT", "shm")
-    assert results[4]["transport"] == {"data": how, "tensor": "local", "pipeline": how, "world": how}
+    how = {"data": TRANSPORT, "tensor": "local", "pipeline": TRANSPORT, "world": TRANSPORT}
+    assert results[4]["transport"] == how
     assert results[4]["torch"] == (("pipeline", "data"), [[0, 1, 2], [3, 4, 5]], (1, 1))
     assert all(r["total"] == 15.0 and r["same"] for r in results)
 
@@ -129,7 +129,7 @@ def open_where_one_is_at_fault(rank: int, size: int, store: str, at_fault: int, 
         ({"tuning": "damaged.json"}, "tuning file {}/damaged.json cannot be used: JSONDecodeError("),
         ({"tuning": "absent/tuning.json"}, "tuning file {}/absent/tuning.json cannot be used: FileNotFoundError("),
         ({"algorithm": "rings"}, "algorithm 'rings' is unknown (did you mean 'ring'?)"),
-        ({"transport": "shn"}, "transport='shn': choose torch"),
+        ({"transport": "shn"}, "transport='shn' (did you mean 'shm'?): choose torch, shm"),
         ({"device": "gpu"}, "device='gpu'"),
         ({"timeout": 0.0}, "timeout=0.0, init_timeout=60.0: both are seconds above 0"),
         ({"init_timeout": -1.0}, "timeout=20.0, init_timeout=-1.0: both are seconds above 0"),

@@ -103,7 +103,7 @@ def test_two_communicators_are_waited_for_in_different_orders(world: World) -> N
 
 
 def own_threads() -> list[str]:
-    return sorted({each.name for each in threading.enumerate()} & {"engine-shm", "engine-mail"})
+    return sorted({each.name for each in threading.enumerate()} & {"engine-order", "engine-mail"})
 
 
 def threads(mesh: Mesh) -> list[list[str]]:
@@ -126,7 +126,7 @@ def threads(mesh: Mesh) -> list[list[str]]:
 
 def test_threads_come_with_the_first_asynchronous_call_and_go_with_the_mesh(world: World) -> None:
     for got in world.run(Layout(data=3), threads, transport="shm"):
-        assert got == [[], ["engine-shm"], ["engine-mail", "engine-shm"], []]
+        assert got == [[], ["engine-order"], ["engine-mail", "engine-order"], []]
 
 
 def moves_while_nobody_waits(mesh: Mesh) -> bool:

@@ -15,12 +15,12 @@ from torch import Tensor
 
 import engine
 from engine import Layout
-from engine.comm.shm.transport import SharedMemoryTransport
+from engine.comm.shm.transport import REDUCIBLE as SUPPORTED
 from tests.values import OPS
 from tests.world import World
 
 Mesh = engine.Mesh
-REDUCIBLE = sorted(SharedMemoryTransport.reducible or (), key=str)
+REDUCIBLE = sorted(SUPPORTED, key=str)
 LOW = (torch.float16, torch.bfloat16)
 COUNTS = [0, 1, 3, 1000, "larger than a slot"]
 SIZES = [2, 3, 5]

@@ -32,6 +32,8 @@ from engine.errors import CommunicationError
 from engine.layout import Layout
 
 MESH_TIMEOUT = 30.0
+TRANSPORT = os.environ.get("ENGINE_TRANSPORT") or "shm"
+"""What ranks of one host take in this run of the suite, where a test names none."""
 _GRACE = 10.0  # seconds that the other ranks get to report once one has failed
 
 
