@@ -109,10 +109,20 @@ class SharedMemoryTransport(_Calls, Transport):
         """Return the same calls, which run one after another on a thread that the first one starts."""
         return self._queued
 
-    def allocate(self, nbytes: int) -> Tensor:
-        """Return `nbytes` of zeroed memory, which the other ranks read without a copy. Every rank calls it."""
+    def allocate(self, nbytes: int, *, shared: bool = False) -> Tensor:
+        """Return `nbytes` of zeroed memory, which the other ranks read without a copy; with `shared`, the same memory
+        on every rank. Every rank calls it.
+        """
         made: list[Tensor] = []
-        self._do(lambda: made.append(self._segments.new(nbytes, f"allocate of {nbytes} bytes")[1][self._links.rank]))
+
+        def make() -> None:
+            what = f"allocate of {nbytes} bytes"
+            if shared:
+                made.append(self._segments.new_shared(nbytes, what))
+            else:
+                made.append(self._segments.new(nbytes, what)[1][self._links.rank])
+
+        self._do(make)
         return made.pop()
 
     def memory(self) -> dict[str, int]:
