@@ -90,11 +90,11 @@ class Transport(Calls, Protocol):
         """Return the calls in a form that returns at once, whatever they do."""
         return self
 
-    def allocate(self, nbytes: int) -> Tensor | None:
+    def allocate(self, nbytes: int, *, shared: bool = False) -> Tensor | None:
         """Return `nbytes` of zeroed memory that the ranks read without a copy, or None where there is no such memory.
-        Every rank calls it.
+        shared: the same memory on every rank. Every rank calls it.
         """
-        del nbytes
+        del nbytes, shared
         return None
 
     def memory(self) -> dict[str, int]:

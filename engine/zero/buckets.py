@@ -28,17 +28,26 @@ class FlatBucket:
     """
 
     def __init__(
-        self, plan: Bucket, parameters: Sequence[nn.Parameter], comm: Communicator, device: torch.device, *, stage: int
+        self,
+        plan: Bucket,
+        parameters: Sequence[nn.Parameter],
+        comm: Communicator,
+        device: torch.device,
+        *,
+        stage: int,
+        share: bool = False,
     ) -> None:
-        """parameters: of the whole model, indexed by the plan. comm: the data axis, all of whose ranks must call it."""
+        """parameters: of the whole model, indexed by the plan. comm: the data axis, all of whose ranks must call it.
+        share: one copy of the parameters for all of them, which takes rank 0's values; complete after a meeting.
+        """
         self.plan, self.comm, self.stage = plan, comm, stage
         self.start, self.stop = plan.bounds(comm.rank)
         self.parameters = [(parameters[each.index], each) for each in plan.slices]
-        self.flat = comm.allocate((plan.numel,), plan.dtype)
+        self.flat = comm.allocate((plan.numel,), plan.dtype, shared=share)
         with torch.no_grad():
             for parameter, each in self.parameters:
                 view = self.flat[each.start : each.stop].view(parameter.shape)
-                parameter.data = view.copy_(parameter.data)
+                parameter.data = view if share and comm.rank else view.copy_(parameter.data)
         self.keep_gradients = stage < 2 or comm.size == 1 or comm.reads_in_place
         if self.keep_gradients:
             self._gradients = comm.allocate((plan.numel,), plan.dtype)
