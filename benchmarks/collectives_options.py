@@ -317,7 +317,7 @@ def _baseline(
     rows = results.read(options.baseline)
     # Where a group has another transport than was asked for, its rows say so.
     spread = started is not None and int(os.environ.get("LOCAL_WORLD_SIZE", started)) < started
-    instead = ("local",) if n == 1 else (TORCH,) if spread else ()
+    instead = ("local",) if n == 1 else (TORCH, "hosts") if spread else ()
     planned = {
         (case.op, replace(way, transport=transport), case.dtype, case.bytes, case.in_place)
         for case in cases

@@ -96,7 +96,7 @@ class Channel:
 
     @property
     def transport(self) -> str:
-        """How bytes move: `torch`, `shm`, `local` for a group of one, `plan` for a mesh without processes."""
+        """How bytes move: `torch`, `shm`, `hosts` (shm inside each, torch between), `local`, `plan` (no processes)."""
         if self._planned:
             return "plan"
         return self._transport.name if self._transport else "local"
