@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import collectives_ratios as ratios
 from benchmarks import collectives_results as results
 from benchmarks.collectives_case import Cost, Row
 from benchmarks.collectives_options import Settings, check, parser
@@ -167,8 +168,10 @@ def command_line(arguments: Sequence[str]) -> str:
 
 def finish(settings: Settings, meta: dict[str, Any], rows: Sequence[Row]) -> int:
     """Write what was asked for, say what is wrong or slower, and return the exit code."""
+    found = ratios.ratios(rows) if settings.ratios else []
     if settings.json is not None:
-        results.save_json(settings.json, meta, rows)
+        more = {"ratios": ratios.to_dict(found)} if settings.ratios else {}
+        results.save_json(settings.json, meta, rows, **more)
         print(f"# rows with versions and hardware: {settings.json}")
     if settings.csv is not None:
         results.save_csv(settings.csv, rows)
@@ -178,6 +181,8 @@ def finish(settings: Settings, meta: dict[str, Any], rows: Sequence[Row]) -> int
 
         plot(settings.plot, meta, rows)
         print(f"# picture: {settings.plot}")
+    if settings.ratios:
+        print(f"\n{ratios.markdown(found)}\n")
     sound = _sound(settings, rows)
     if settings.tune is not None and sound:
         results.save_tuning(settings.tune, meta, rows, meta["hosts"])

@@ -66,6 +66,8 @@ class Settings:
     warmup: int
     check: bool
     overlap: bool
+    ratios: bool
+    """Tell how many times as long torch's own call takes."""
     overhead: str | None
     """With --overhead, which measures one element and no cases: the axis of one rank that is measured too."""
     operations: Mapping[str, Call]
@@ -109,6 +111,7 @@ def parser(description: str) -> argparse.ArgumentParser:
     add("--warmup", type=int, default=3, help="calls before them")
     add("--check", action="store_true", help="compare every element; a wrong one makes the exit code 1")
     add("--overlap", action="store_true", help="put a matmul beside each operation; adds t_exposed to the rows")
+    add("--ratios", action="store_true", help="end with tables of torch's time / ours, in Markdown and in the --json")
     add("--overhead", action="store_true", help="instead: what the communicator costs over torch, for one element")
     add("--device", default="cpu", help="auto, cpu, cuda or npu")
     add("--csv", type=Path, help="write the rows there")
@@ -147,6 +150,7 @@ def check(options: argparse.Namespace, started: int | None) -> Settings:
         raise UsageError(f"--warmup {options.warmup}: at least 1")
     if not (math.isfinite(options.tolerance) and options.tolerance >= 0):
         raise UsageError(f"--tolerance {options.tolerance}: 0 or more, 0.1 is 10 % slower")
+    _check_ratios(options, cases)
     if options.plot is not None and cases and not any(case.bytes for case in cases):
         raise UsageError(f"--plot: {cases[0].op} has no sizes to draw against: add another to --ops")
     for name in ("csv", "json", "plot", "out"):
@@ -154,7 +158,7 @@ def check(options: argparse.Namespace, started: int | None) -> Settings:
     return Settings(
         layout, options.axis, n, transports, registered, cases, sizes, device,
         _iterations(options.iterations), options.warmup,
-        options.check or options.tune, options.overlap, overhead, load_operations(options.operations),
+        options.check or options.tune, options.overlap, options.ratios, overhead, load_operations(options.operations),
         _baseline(options, cases, n, device, started), options.tolerance,
         options.csv, options.json, options.plot, _tuning_file(options, device, n), options.result,
     )  # fmt: skip
@@ -282,6 +286,16 @@ def _iterations(text: str) -> int | None:
     return int(text)
 
 
+def _check_ratios(options: argparse.Namespace, cases: Sequence[Case]) -> None:
+    """Refuse --ratios where there is nothing to divide."""
+    raw = {way.algorithm == TORCH for case in cases for way in case.ways}
+    if options.ratios and raw != {True, False}:
+        raise UsageError(
+            f"--ratios divides torch's time by ours, and --algorithms {options.algorithms} does not measure both here: "
+            f"name torch and chosen, over at least two ranks"
+        )
+
+
 def _tuning_file(options: argparse.Namespace, device: str, n: int) -> Path | None:
     if options.tune != (options.out is not None):
         raise UsageError("--tune and --out FILE go together: the one measures, the other says where it is written")
@@ -303,7 +317,7 @@ def _baseline(
     rows = results.read(options.baseline)
     # Where a group has another transport than was asked for, its rows say so.
     spread = started is not None and int(os.environ.get("LOCAL_WORLD_SIZE", started)) < started
-    instead = ("local",) if n == 1 else (TORCH,) if spread else ()
+    instead = ("local",) if n == 1 else (TORCH, "hosts") if spread else ()
     planned = {
         (case.op, replace(way, transport=transport), case.dtype, case.bytes, case.in_place)
         for case in cases

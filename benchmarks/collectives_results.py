@@ -95,10 +95,10 @@ def environment(given: Mapping[str, str]) -> dict[str, str]:
     return {name: given[name] for name in ENVIRONMENT if name in given}
 
 
-def save_json(path: Path, meta: Mapping[str, Any], rows: Sequence[Row] | Sequence[Cost]) -> None:
-    """Write `{"meta": ..., "rows": [...]}`."""
+def save_json(path: Path, meta: Mapping[str, Any], rows: Sequence[Row] | Sequence[Cost], **more: Any) -> None:
+    """Write `{"meta": ..., "rows": [...], **more}`."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"meta": meta, "rows": [row.to_dict() for row in rows]}, indent=1) + "\n")
+    path.write_text(json.dumps({"meta": meta, "rows": [row.to_dict() for row in rows], **more}, indent=1) + "\n")
 
 
 def save_csv(path: Path, rows: Sequence[Row]) -> None:

@@ -63,6 +63,8 @@ class Work:
     """This engine's pipeline schedule."""
     stage: int = 2
     """This engine's ZeRO stage."""
+    share_parameters: bool = False
+    """Whether this engine's data ranks hold one copy of the parameters in common."""
     device: str = "cpu"
     """cpu, cuda or npu."""
     warm_up: int = 2

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import engine
-from benchmarks.peers import Step, find_peer, load
+from benchmarks.peers import SHARED, Step, find_peer, load
 from benchmarks.peers.gpt import ADAMW, gpt
 from benchmarks.silence import silenced
 from benchmarks.work import Work
@@ -38,9 +39,13 @@ ENGINE = "engine"
 def main(system: str, work: Work, out: Path) -> None:
     """Run one job as one rank; rank 0 writes what was measured as JSON."""
     torch.set_num_threads(1)
-    if system == ENGINE:
+    if system in (ENGINE, SHARED):
         with engine.init(work.layout, device=work.device, seed=work.seed) as mesh:
-            result = run_engine(work, mesh)
+            if system == SHARED:
+                shared = replace(work, share_parameters=True)
+                result = measure(shared, engine_step(shared, mesh), mesh.device)
+            else:
+                result = run_engine(work, mesh)
             _write(result, out)
         return
     device = devices.select(work.device, int(os.environ.get("LOCAL_RANK", 0)))
@@ -64,7 +69,8 @@ def engine_step(work: Work, mesh: engine.Mesh) -> Step:
     config = GPTConfig(sizes.layers, sizes.hidden, sizes.heads, sizes.sequence, sizes.vocabulary, tied=False)
     model = engine.PipelineModel(gpt_layers(config, mesh.tensor), mesh)
     engine.load_full_state_dict(model, mesh, gpt(sizes, work.seed).state_dict())
-    optimizer = engine.zero.ZeroOptimizer(model, torch.optim.AdamW, mesh, stage=work.stage, **ADAMW)
+    options = {"stage": work.stage, "share_parameters": work.share_parameters, **ADAMW}
+    optimizer = engine.zero.ZeroOptimizer(model, torch.optim.AdamW, mesh, **options)
     loss = next_token_loss(mesh.tensor)
     train = engine.TrainStep(model, optimizer, loss, mesh, microbatches=work.microbatches, schedule=work.schedule)
     first = mesh.data.rank * work.rows

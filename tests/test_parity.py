@@ -9,6 +9,7 @@ data rank has its own number of ignored targets in every microbatch, so that a m
 from __future__ import annotations
 
 import itertools
+import os
 import random
 from dataclasses import dataclass
 from typing import Any
@@ -42,13 +43,14 @@ class Case:
     tied: bool
     rows: int = 1  # of each microbatch
     bucket_mib: float = 25
+    share: bool = False  # one copy of the parameters for all data ranks
 
     def __str__(self) -> str:
         size = f"d{self.layout.data}p{self.layout.pipeline}t{self.layout.tensor}"
         bucket = "" if self.bucket_mib == 25 else f"-b{self.bucket_mib}"
         clip = {None: "free", INACTIVE: "loose"}.get(self.clip, "clip")
         switches = f"{clip}-{'tied' if self.tied else 'own'}"
-        return f"{size}-z{self.stage}-m{self.microbatches}-{switches}{bucket}"
+        return f"{size}-z{self.stage}-m{self.microbatches}-{switches}{bucket}{'-shared' if self.share else ''}"
 
 
 def all_layouts() -> list[Layout]:
@@ -78,6 +80,17 @@ def covering_cases() -> list[Case]:
     return [Case(*values, rows=1 + n % 2, bucket_mib=(25, 0.003)[n % 3 == 0]) for n, values in enumerate(chosen)]
 
 
+def sharing_cases() -> list[Case]:
+    """One copy of the parameters for all data ranks, where ranks share memory: each axis beside data, and all three."""
+    if os.environ.get("ENGINE_TRANSPORT", "shm") != "shm":
+        return []
+    shapes = [(2, 1, 1), (4, 1, 1), (2, 1, 2), (2, 2, 1), (3, 2, 1), (2, 2, 2)]
+    return [
+        Case(Layout(data=d, pipeline=p, tensor=t), 2, 3, (0.05, None)[n % 2], n % 3 > 0, 1, (25, 0.003)[n % 2], True)
+        for n, (d, p, t) in enumerate(shapes)
+    ]
+
+
 def batches_of(case: Case) -> list[tuple[Tensor, Tensor]]:
     """Global batches; data rank r's rows are the r-th equal part. Unequal numbers of targets are ignored."""
     generator = torch.Generator().manual_seed(SEED)
@@ -98,7 +111,13 @@ def train_parallel(mesh: engine.Mesh, case: Case, adamw: dict[str, Any]) -> dict
     model = engine.PipelineModel(gpt_layers(config, mesh.tensor, torch.float64), mesh)
     result: dict[str, Any] = {"start": engine.full_state_dict(model, mesh), "losses": [], "norms": [], "gradients": []}
     optimizer = engine.zero.ZeroOptimizer(
-        model, torch.optim.AdamW, mesh, stage=case.stage, bucket_mib=case.bucket_mib, **adamw
+        model,
+        torch.optim.AdamW,
+        mesh,
+        stage=case.stage,
+        bucket_mib=case.bucket_mib,
+        share_parameters=case.share,
+        **adamw,
     )
     step = engine.TrainStep(
         model, optimizer, next_token_loss(mesh.tensor), mesh, microbatches=case.microbatches, clip_grad_norm=case.clip
@@ -149,7 +168,7 @@ def reference(case: Case, start: dict[str, Tensor]) -> dict[str, Any]:
     return train_plain(model, batches_of(case), clip=case.clip, **ADAMW)
 
 
-@pytest.mark.parametrize("case", covering_cases(), ids=str)
+@pytest.mark.parametrize("case", [*covering_cases(), *sharing_cases()], ids=str)
 def test_training_equals_plain_pytorch(world: World, case: Case, record_property: Any) -> None:
     results = world.run(case.layout, train_parallel, case, ADAMW)
     wanted = reference(case, results[0]["start"])

@@ -462,21 +462,25 @@ def test_a_sparse_gradient_is_refused_on_every_rank(world: World) -> None:
     assert all("sparse=False" in text for text in world.run(Layout(data=2), sparse_gradient))
 
 
-def memory(mesh: engine.Mesh, stage: int) -> tuple[int, int, int]:
+def memory(mesh: engine.Mesh, stage: int) -> tuple[int, int, int, bool]:
     model = nn.Linear(1000, 100, bias=False)
     optimizer = ZeroOptimizer(model, torch.optim.AdamW, mesh, stage=stage, lr=0.1)
     model(torch.ones(2, 1000)).sum().backward()
     optimizer.finish_gradients()
     gradients = sum(bucket._gradients.numel() for bucket in optimizer._buckets)
-    left = sum(p.grad.numel() for p in model.parameters() if p.grad is not None and stage == 2)
+    inside = {bucket._gradients.untyped_storage().data_ptr() for bucket in optimizer._buckets}
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    left = sum(g.numel() for g in grads if g.untyped_storage().data_ptr() not in inside)
     optimizer.step()
     state = sum(v.numel() for s in optimizer._inner.state.values() for v in s.values() if v.dim())
-    return state, gradients, left
+    return state, gradients, left, mesh.data.reads_in_place
 
 
 @pytest.mark.parametrize(("stage", "state", "gradients"), [(0, 200000, 100000), (1, 50000, 100000), (2, 50000, 25000)])
 def test_each_stage_keeps_what_it_says(world: World, stage: int, state: int, gradients: int) -> None:
-    assert world.run(Layout(data=4), memory, stage) == [(state, gradients, 0)] * 4
+    for found_state, found_gradients, left, shared in world.run(Layout(data=4), memory, stage):
+        assert (found_state, left) == (state, 0)
+        assert found_gradients == (100000 if shared else gradients)  # where ranks read them, they stay whole
 
 
 def options_apart(mesh: engine.Mesh) -> list[str]:

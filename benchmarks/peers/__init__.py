@@ -43,7 +43,9 @@ class Peer:
 
 
 _HERE = "benchmarks.peers"
+SHARED = "engine_shared"
 PEERS = {
+    SHARED: Peer("", AXES),  # this engine itself, all data ranks with one copy of the parameters
     "plain": Peer(f"{_HERE}.data_parallel:plain", AXES, alone=True),
     "ddp": Peer(f"{_HERE}.data_parallel:ddp", ("data",)),
     "zero1": Peer(f"{_HERE}.data_parallel:zero1", ("data",)),
@@ -73,6 +75,8 @@ def find_peer(name: str, work: Work) -> Peer:
             raise UsageError(
                 f"peer {name} splits {' and '.join(peer.axes)} only, so it cannot do the work of {layout}: leave it out"
             )
+    if name == SHARED and (work.stage != 2 or work.device != "cpu"):
+        raise UsageError(f"peer {name} is this engine at ZeRO stage 2 on the CPU: leave it out")
     if layout.world_size == 1 and not peer.alone:
         raise UsageError(f"peer {name} needs more than one process, {layout} is one: leave it out, or take plain")
     if name == "torch_3d" and layout.pipeline == 1:

@@ -57,8 +57,11 @@ def load_full_state_dict(
         )
     for name, target in local.items():
         full = state[name] if name in state else state[canonical[name]]
-        target.copy_(placements.get(name, REPLICATED).shard(full, mesh.tensor.rank, mesh.tensor.size))
+        if optimizer is None or optimizer.writes(target):
+            target.copy_(placements.get(name, REPLICATED).shard(full, mesh.tensor.rank, mesh.tensor.size))
         mesh.data.broadcast(target, 0)
+    if optimizer is not None:
+        optimizer.parameters_written()
 
 
 def _local_state(model: nn.Module) -> dict[str, Tensor]:

@@ -28,24 +28,34 @@ class Agreement(Messages):
         """Return whether `flag` is true on at least one rank of the group."""
         return self._agree("any", flag)
 
-    def allocate(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
+    def allocate(self, shape: Sequence[int], dtype: torch.dtype = torch.float32, *, shared: bool = False) -> Tensor:
         """Return a tensor of zeros on this group's device. Collectives of this group read it, and views of it, where it
         lies, when the ranks share memory (transport `shm`); elsewhere it is an ordinary tensor.
 
+        shared: one tensor for the whole group, which every rank has mapped: what one writes, all read, and it takes
+        memory once. The ranks agree among themselves on who writes when, with `barrier` between; collectives into it
+        make no sense. Only where the ranks share memory (`reads_in_place`), or for a group of one.
+
         All ranks of the group call it with the same shape and dtype. The memory goes back when nothing refers to it
-        any more, on all ranks, and may outlive the mesh. Raises UsageError for a negative size, and MemoryShortageError
-        on every rank, with what is needed and what is free, before anything is taken.
+        any more, on all ranks, and may outlive the mesh. Raises UsageError for a negative size or `shared` without
+        shared memory, and MemoryShortageError on every rank, with what is needed and what is free, before anything is
+        taken.
         """
         sizes = torch.Size(shape)
         call = Call(self._label, "allocate", None)
         if any(size < 0 for size in sizes):
             raise UsageError(f"{call}: shape {tuple(sizes)} has a negative size")
+        if shared and self.size > 1 and not self._planned and not self.reads_in_place:
+            raise UsageError(
+                f"{call}: shared=True needs ranks that share memory, and transport {self.transport!r} on "
+                f"{self.device.type} does not: take transport='shm', CPU ranks on one host"
+            )
         nbytes = sizes.numel() * dtype.itemsize
         if nbytes and self._transport is not None and self.device.type == "cpu":
             box: list[Tensor | None] = []
 
             def start(_: Calls) -> Works:
-                box.append(self._live(call).allocate(nbytes))
+                box.append(self._live(call).allocate(nbytes, shared=shared))
                 return []
 
             memory = self._run(call, start, lambda: box[0], None, False)

@@ -96,10 +96,20 @@ class Channel:
 
     @property
     def transport(self) -> str:
-        """How bytes move: `torch`, `local` for a group of one, `plan` for a mesh without processes."""
+        """How bytes move: `torch`, `shm`, `hosts` (shm inside each, torch between), `local`, `plan` (no processes)."""
         if self._planned:
             return "plan"
         return self._transport.name if self._transport else "local"
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether collectives that are started together, with `async_op`, end sooner than one after the other."""
+        return self._transport is None or self._transport.overlaps
+
+    @property
+    def reads_in_place(self) -> bool:
+        """Whether the ranks read tensors of `allocate` where they lie."""
+        return self._transport is not None and self._transport.reads_in_place
 
     def __repr__(self) -> str:
         return f"Communicator({self.name!r}, rank {self.rank} of {self.size}, {self.transport} on {self.device})"

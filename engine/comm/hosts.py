@@ -148,7 +148,8 @@ class HostsTransport(InOrder):
     def wait(self, works: Works) -> None:
         self._across.wait(works)
 
-    def allocate(self, nbytes: int) -> Tensor:
+    def allocate(self, nbytes: int, *, shared: bool = False) -> Tensor:
+        del shared  # refused before: one memory is one host's
         made: Tensor | None = None
         lack = ""
         try:

@@ -170,12 +170,15 @@ def init(
     layout: the axis sizes; data=-1 fills up. device: auto, cpu, cuda or npu. timeout: seconds that any collective may
     take. init_timeout: seconds to wait for all ranks to join. seed: seeds the layers of PipelineModel and the streams
     of TrainStep; torch's own generator is left alone. checks: compare every collective over its group before it runs;
-    None: as ENGINE_CHECKS=1 says. transport: how bytes move: `torch`, or `shm` inside each
-    host, shared memory; None: ENGINE_TRANSPORT, or else shm where there is such (Linux, CPU). algorithm: take
-    this one for every collective that has it; None: ENGINE_ALGORITHM. tuning: a file of measured choices between
-    algorithms on gloo; None: ENGINE_COMM_TUNING, or else built-in rules. host: a name for the machine that this rank is
-    on, by which hierarchical algorithms group ranks; None: found out. store, rank, world_size: all three together
-    replace torchrun's environment.
+    None: as ENGINE_CHECKS=1 says. transport: how bytes move: `torch`, torch's process groups, or `shm`, shared memory
+    between ranks of one host, and torch's between hosts; None: ENGINE_TRANSPORT, or else shm where there is such
+    (Linux, CPU). algorithm: take this one for every collective that has it; None: ENGINE_ALGORITHM. tuning: a file of
+    measured choices between algorithms on gloo; None: ENGINE_COMM_TUNING, or else built-in rules. host: a name for the
+    machine that this rank is on: ranks of one name share memory, if they can, and are a host for hierarchical
+    algorithms; None: found out.
+    staging_mib: MiB of shared memory that each group may take on a host, all its ranks together, for tensors that do
+    not come from `Communicator.allocate`; taken on first use, less where memory is short. store, rank, world_size: all
+    three together replace torchrun's environment.
 
     torch's default process group over the world is made, unless one exists: that one is then used, and left open by
     `close`. A layout of one process needs neither torchrun nor a group.

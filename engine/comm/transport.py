@@ -79,16 +79,22 @@ class Transport(Calls, Protocol):
     """Whether a tensor that is only read stays as it is; else the caller gives a copy."""
     moves_alone: bool = True
     """Whether messages that have been started move while nobody waits for them."""
+    overlaps: bool = True
+    """Whether collectives that are started together, or beside computing, end sooner than one after the other. Not
+    where the processor moves the bytes that it also computes with.
+    """
+    reads_in_place: bool = False
+    """Whether the ranks read each other's tensors in memory of `allocate` where they lie."""
 
     def queued(self) -> Calls:
         """Return the calls in a form that returns at once, whatever they do."""
         return self
 
-    def allocate(self, nbytes: int) -> Tensor | None:
+    def allocate(self, nbytes: int, *, shared: bool = False) -> Tensor | None:
         """Return `nbytes` of zeroed memory that the ranks read without a copy, or None where there is no such memory.
-        Every rank calls it.
+        shared: the same memory on every rank. Every rank calls it.
         """
-        del nbytes
+        del nbytes, shared
         return None
 
     def memory(self) -> dict[str, int]:

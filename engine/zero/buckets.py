@@ -4,7 +4,9 @@ collectives.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -18,26 +20,44 @@ from engine.zero.plan import Bucket
 class FlatBucket:
     """Parameters of one bucket, moved into one flat tensor of which each is a view.
 
-    With `keep_gradients` the gradients have flat memory too, into which backward accumulates, and reducing happens in
-    place; without it (ZeRO stage 2) they live in autograd's own tensors until they are copied into a borrowed buffer,
-    and only the shard stays.
+    With `keep_gradients` the gradients have flat memory too: each is moved there as soon as backward has made it, while
+    it is still in the cache, and later backwards add to it. Reducing happens in place. Without it (ZeRO stage 2) they
+    live in autograd's own tensors until they are copied into a borrowed buffer, and only the shard stays. Stage 2 keeps
+    them where the ranks read each other's memory: lending and taking new memory in every step would cost more time than
+    the sum, and no less memory at the end of the backward.
     """
 
     def __init__(
-        self, plan: Bucket, parameters: Sequence[nn.Parameter], comm: Communicator, device: torch.device, *, stage: int
+        self,
+        plan: Bucket,
+        parameters: Sequence[nn.Parameter],
+        comm: Communicator,
+        device: torch.device,
+        *,
+        stage: int,
+        share: bool = False,
     ) -> None:
-        """parameters: of the whole model, indexed by the plan. comm: the data axis."""
+        """parameters: of the whole model, indexed by the plan. comm: the data axis, all of whose ranks must call it.
+        share: one copy of the parameters for all of them, which takes rank 0's values; complete after a meeting.
+        """
         self.plan, self.comm, self.stage = plan, comm, stage
         self.start, self.stop = plan.bounds(comm.rank)
         self.parameters = [(parameters[each.index], each) for each in plan.slices]
-        self.flat = torch.zeros(plan.numel, dtype=plan.dtype, device=device)
+        self.flat = comm.allocate((plan.numel,), plan.dtype, shared=share)
         with torch.no_grad():
             for parameter, each in self.parameters:
                 view = self.flat[each.start : each.stop].view(parameter.shape)
-                parameter.data = view.copy_(parameter.data)
-        self.keep_gradients = stage < 2 or comm.size == 1
-        length = plan.numel if self.keep_gradients else plan.shard
-        self._gradients = torch.zeros(length, dtype=plan.dtype, device=device)
+                parameter.data = view if share and comm.rank else view.copy_(parameter.data)
+        self.keep_gradients = stage < 2 or comm.size == 1 or comm.reads_in_place
+        if self.keep_gradients:
+            self._gradients = comm.allocate((plan.numel,), plan.dtype)
+            self._views = [self._gradients[s.start : s.stop].view(p.shape) for p, s in self.parameters]
+            this = weakref.ref(self)
+            for place, (parameter, _) in enumerate(self.parameters):
+                hook = parameter.register_post_accumulate_grad_hook(partial(_keep, this, place))
+                weakref.finalize(self, hook.remove).atexit = False
+        else:
+            self._gradients = torch.zeros(plan.shard, dtype=plan.dtype, device=device)
         self.zero_gradients()
 
     @property
@@ -56,19 +76,25 @@ class FlatBucket:
         return self._gradients if self.stage == 0 else self.gradient(self.start, self.stop)
 
     def zero_gradients(self) -> None:
-        """Make every gradient zero, or None where backward is to allocate it."""
-        if self.keep_gradients:
-            self._gradients.zero_()
-        for parameter, each in self.parameters:
-            parameter.grad = self._view(each.start, each.stop, parameter) if self.keep_gradients else None
+        """Forget every gradient. The flat memory keeps its values, which the next backward overwrites."""
+        for parameter, _ in self.parameters:
+            parameter.grad = None
+
+    def keep(self, place: int, parameter: Tensor) -> None:
+        """Move the gradient that backward has made into the flat memory, unless it was added to what is there."""
+        gradient, view = parameter.grad, self._views[place]
+        if gradient is view or gradient is None or gradient.is_sparse or gradient.requires_grad:
+            return  # what has a graph of its own, and what is refused, is looked at by `adopt_gradients`
+        with torch.no_grad():
+            view.copy_(gradient)
+        parameter.grad = view
 
     def adopt_gradients(self) -> None:
-        """Move gradients that were made outside the flat memory (after `model.zero_grad()`, or by hand) into it."""
-        for parameter, each in self.parameters if self.keep_gradients else ():
-            view = self._view(each.start, each.stop, parameter)
+        """Move gradients that were made outside the flat memory (by hand) into it, zeros for those that are missing."""
+        for (parameter, _), view in zip(self.parameters, self._views if self.keep_gradients else (), strict=False):
             if parameter.grad is None:
                 view.zero_()
-            elif parameter.grad.data_ptr() != view.data_ptr() or parameter.grad.is_sparse:
+            elif parameter.grad is not view:
                 view.copy_(_dense(parameter.grad))
             parameter.grad = view
 
@@ -77,14 +103,24 @@ class FlatBucket:
         first, size = self.flat.data_ptr(), self.plan.dtype.itemsize
         return [each.index for p, each in self.parameters if p.numel() and p.data_ptr() != first + each.start * size]
 
-    def start_reduction(self, borrowed: Tensor | None) -> Work:
-        """Start summing the gradients over the data axis. `borrowed`: scratch for this bucket's gradients where none
-        are kept.
+    def start_reduction(self, borrowed: Tensor | None) -> Work | None:
+        """Sum the gradients over the data axis, or start it where started collectives pay. `borrowed`: scratch for this
+        bucket's gradients where none are kept.
         """
+        whole = self._gradients if self.keep_gradients else self._lent(borrowed)
+        own = self.gradient(self.start, self.stop)
+        if not self.comm.overlaps:
+            if self.stage == 0:
+                self.comm.all_reduce(whole)
+            else:
+                self.comm.reduce_scatter(whole, out=own)
+            return None
         if self.stage == 0:
-            return self.comm.all_reduce(self._gradients, async_op=True)
-        if self.keep_gradients:
-            return self.comm.reduce_scatter(self._gradients, out=self._gradients[self.start : self.stop], async_op=True)
+            return self.comm.all_reduce(whole, async_op=True)
+        return self.comm.reduce_scatter(whole, out=own, async_op=True)
+
+    def _lent(self, borrowed: Tensor | None) -> Tensor:
+        """Move the gradients into borrowed memory, and return them."""
         assert borrowed is not None
         whole = borrowed[: self.plan.numel]
         for parameter, each in self.parameters:
@@ -94,11 +130,14 @@ class FlatBucket:
                 whole[each.start : each.stop].view(parameter.shape).copy_(_dense(parameter.grad))
             parameter.grad = None
         whole[self.plan.used :].zero_()
-        return self.comm.reduce_scatter(whole, out=self._gradients, async_op=True)
+        return whole
 
-    def start_gather(self) -> Work:
-        """Start putting the shards of updated parameters together on every data rank."""
-        return self.comm.all_gather(self.shard, out=self.flat, async_op=True)
+    def start_gather(self) -> Work | None:
+        """Put the shards of updated parameters together on every data rank, or start it where that pays."""
+        if self.comm.overlaps:
+            return self.comm.all_gather(self.shard, out=self.flat, async_op=True)
+        self.comm.all_gather(self.shard, out=self.flat)
+        return None
 
     def whole_gradients(self) -> Tensor:
         """Return the reduced gradients of the whole bucket on every data rank. Collective over the data axis after
@@ -106,8 +145,12 @@ class FlatBucket:
         """
         return self._gradients if self.stage == 0 else self.comm.all_gather(self.gradient(self.start, self.stop))
 
-    def _view(self, start: int, stop: int, like: Tensor) -> Tensor:
-        return self._gradients[start:stop].view(like.shape)
+
+def _keep(bucket: weakref.ref[FlatBucket], place: int, parameter: Tensor) -> None:
+    """Run after backward has made a gradient. The parameter keeps this, which must not keep the bucket's memory."""
+    alive = bucket()
+    if alive is not None:
+        alive.keep(place, parameter)
 
 
 def _dense(gradient: Tensor) -> Tensor:

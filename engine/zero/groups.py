@@ -100,6 +100,23 @@ def check_same(
         comm.check_equal("the model's parameters and their groups", (shapes, others))
 
 
+def check_sharing(mesh: Mesh, stage: int) -> None:
+    """Refuse, on every rank, one copy of the parameters where the data ranks of any have no memory in common."""
+    if stage != 2:
+        raise UsageError(
+            f"share_parameters=True is for stage 2, not stage={stage}: at stage 0 and 1 leave it out, or take stage=2"
+        )
+    if mesh.planned:
+        return
+    apart = mesh.data.size > 1 and not mesh.data.reads_in_place
+    if mesh.world.any(apart):
+        here = f"those of this rank talk over {mesh.data.transport!r} on {mesh.device.type}"
+        raise UsageError(
+            f"share_parameters=True needs data ranks that share memory (CPU ranks of one host, transport='shm'), and "
+            f"{here if apart else 'those of another rank do not'}: leave it out"
+        )
+
+
 def check_shards(mesh: Mesh, placements: Mapping[str, Placement], named: Sequence[Named]) -> None:
     """Refuse, on every rank, shards that are equal on all tensor ranks and not constant: the sign of a weight that was
     initialised after it was cut, by equal generators. With `mesh.checks` only.

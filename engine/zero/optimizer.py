@@ -2,8 +2,9 @@
 parameters.
 
 Stage 0 is plain data parallelism: gradients all-reduced, everything updated everywhere. Stage 1 reduce-scatters the
-gradients and keeps optimizer state for a shard only; stage 2 also keeps only that shard of the gradients. Method:
-ZeRO, arXiv:1910.02054.
+gradients and keeps optimizer state for a shard only; stage 2 also keeps only that shard of the gradients, but where
+the ranks share memory: there whole buckets stay, which backward fills and the others read, and stage 2 may share the
+parameters instead. Method: ZeRO, arXiv:1910.02054.
 """
 
 from __future__ import annotations
@@ -18,15 +19,26 @@ from torch import Tensor, nn
 
 from engine.comm.full import full_tensors
 from engine.comm.mesh import Mesh
+from engine.comm.work import Work
 from engine.errors import UsageError
 from engine.placement import Tied, placements_of, ties_of
 from engine.zero.buckets import FlatBucket
-from engine.zero.groups import Named, check_classes, check_same, check_shards, check_ties, named_groups, options_of
+from engine.zero.groups import (
+    Named,
+    check_classes,
+    check_same,
+    check_shards,
+    check_sharing,
+    check_ties,
+    named_groups,
+    options_of,
+)
 from engine.zero.norm import clip_factor, global_norm
 from engine.zero.plan import ParameterInfo, plan_buckets
 from engine.zero.ties import share
 
 _MIB = 2**20
+_PIECE = 1 << 17  # elements that an optimizer which passes over memory several times updates at once: cache size
 
 
 class ZeroOptimizer(torch.optim.Optimizer):
@@ -46,6 +58,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         groups: Sequence[Mapping[str, Any]] | None = None,
         stage: int = 2,
         bucket_mib: float = 25,
+        share_parameters: bool = False,
         **optimizer_kwargs: Any,
     ) -> None:
         """Every rank of the mesh must call it, with models equal in names, shapes and order over the data and tensor
@@ -58,7 +71,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
         a gradient. None: all in one. stage: 0, 1 or 2, see above. bucket_mib: MiB of gradients that are reduced
         together. optimizer_kwargs: of `optimizer_class`, whose update must be elementwise.
 
-        Raises UsageError on every rank for a model, groups or options that do not fit, or that differ between ranks.
+        share_parameters: all data ranks hold one copy of the trained parameters in common, so nothing is gathered and
+        they take memory once. For stage 2, where the data ranks share memory (CPU ranks of one host, transport `shm`).
+        Only `step` and `load_full_state_dict` may write them then: what else changes one in place is an error at the
+        next `step`, as far as its version counter tells (a change through `.data` is seen by all ranks, and not found).
+        Copies (`copy.deepcopy`, for an average of weights) are each rank's own.
+
+        Raises UsageError on every rank for a model, groups or options that do not fit, or that differ between ranks,
+        before anything is changed.
         """
         check_classes(model, optimizer_class, mesh)
         if stage not in (0, 1, 2):
@@ -67,7 +87,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
             raise UsageError(f"bucket_mib={bucket_mib!r}: a bucket needs a size above 0 MiB")
         self._mesh, self._model, self._stage = mesh, model, stage
         placed = named_groups(model, groups)
-        check_same(mesh, model, placed, optimizer_class, {"stage": stage, "bucket_mib": bucket_mib, **optimizer_kwargs})
+        options = {"stage": stage, "bucket_mib": bucket_mib, "share_parameters": share_parameters}
+        check_same(mesh, model, placed, optimizer_class, {**options, **optimizer_kwargs})
+        if share_parameters:
+            check_sharing(mesh, stage)
+        self._shares = share_parameters and mesh.data.size > 1
         check_ties(mesh, model, placed)
         self._named = [each for _, members in placed for each in members]
         parameters = [parameter for _, parameter in self._named]
@@ -90,7 +114,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         ]
         self._infos = infos
         plans = plan_buckets(infos, bucket_mib * _MIB, mesh.data.size)
-        self._buckets = [FlatBucket(plan, parameters, mesh.data, mesh.device, stage=stage) for plan in plans]
+        self._buckets = [
+            FlatBucket(plan, parameters, mesh.data, mesh.device, stage=stage, share=self._shares) for plan in plans
+        ]
         self._inner = self._make_inner(optimizer_class, placed, optimizer_kwargs)
         self._phase = "collecting"
         outer = [
@@ -99,6 +125,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         ]
         super().__init__(outer, self._inner.defaults)
         self._ready = True
+        self._versions: list[int] = []
+        self.parameters_written()
 
     # ---- one step --------------------------------------------------------------------------------------------------
 
@@ -140,7 +168,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update the parameters from the finished gradients. Every rank of the mesh must call it.
 
-        Raises UsageError before `finish_gradients`, and for a closure.
+        Raises UsageError before `finish_gradients`, and for a closure; on every rank when a shared parameter was
+        changed in place on any.
         """
         if closure is not None:
             raise UsageError("step takes no closure: gradients must be finished on every rank before it")
@@ -148,11 +177,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
             raise UsageError("step() before finish_gradients(): the gradients are still each rank's own")
         for ours, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
             inner.update(options_of(ours))
+        if self._shares:
+            self._meet_unchanged()
         self._inner.step()
-        if self._stage > 0:
-            for work in [bucket.start_gather() for bucket in self._buckets]:
-                work.wait()
+        if self._stage > 0 and not self._shares:
+            _settle([bucket.start_gather() for bucket in self._buckets])
         torch.autograd.graph.increment_version([parameter for _, parameter in self._named])
+        self.parameters_written()
         self._phase = "stepped"
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002 (torch's signature)
@@ -206,6 +237,20 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 "loading between finish_gradients() and step() would apply old gradients to new weights: step first"
             )
 
+    def writes(self, x: Tensor) -> bool:
+        """Whether this rank fills `x`, of the model's state, when it is loaded: of shared parameters data rank 0 does
+        for all.
+        """
+        return not self._shares or self._mesh.data.rank == 0 or all(x is not p for _, p in self._named)
+
+    def parameters_written(self) -> None:
+        """Take notice that the parameters have new values, which any rank may have written for the others where they
+        are shared. Every rank of the mesh must call it.
+        """
+        if self._shares:
+            self._mesh.data.barrier()  # nobody reads before all have written
+            self._versions = [parameter._version for _, parameter in self._named]
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Not after construction: buckets and shards are laid out once. Raises UsageError."""
         if getattr(self, "_ready", False):
@@ -239,19 +284,39 @@ class ZeroOptimizer(torch.optim.Optimizer):
     ) -> torch.optim.Optimizer:
         """Build the user's optimizer over the runs of elements that this rank updates, each of one parameter group."""
         members: list[list[Tensor]] = [[] for _ in placed]
-        for bucket in self._buckets:
-            bounds = (0, bucket.plan.used) if self._stage == 0 else (bucket.start, bucket.stop)
-            for run in bucket.plan.ranges(*bounds, key=lambda index: self._infos[index].group):
-                part = bucket.flat[run.start : run.stop].detach()
-                part.grad = bucket.gradient(run.start, run.stop)
-                assert isinstance(run.key, int)
-                members[run.key].append(part)
         accepted = inspect.signature(optimizer_class).parameters
+        longest = None
         if "foreach" in accepted and not {"foreach", "fused"} & kwargs.keys():
             # The runs are few and long. torch's own choice would also wake an NPU from a CPU run.
             kwargs = {**kwargs, "foreach": False}
+            longest = _PIECE if self._mesh.device.type == "cpu" else None
+        for bucket in self._buckets:
+            bounds = (0, bucket.plan.used) if self._stage == 0 else (bucket.start, bucket.stop)
+            for run in bucket.plan.ranges(*bounds, key=lambda index: self._infos[index].group):
+                assert isinstance(run.key, int)
+                for start in range(run.start, run.stop, longest or run.stop):
+                    stop = min(run.stop, start + longest) if longest else run.stop
+                    part = bucket.flat[start:stop].detach()
+                    part.grad = bucket.gradient(start, stop)
+                    members[run.key].append(part)
         groups = [{**options, "params": parts} for (options, _), parts in zip(placed, members, strict=True)]
         return optimizer_class(groups, **kwargs)
+
+    def _meet_unchanged(self) -> None:
+        """Return once every rank is here, so that nobody reads shared parameters any more. Raises UsageError on every
+        rank when a parameter was changed on any since they were written.
+        """
+        pairs = zip(self._named, self._versions, strict=True)
+        changed = [name for (name, parameter), version in pairs if parameter._version != version]
+        somewhere = self._mesh.world.any(bool(changed))
+        if changed:
+            raise UsageError(
+                f"{changed[0]!r} was changed in place between steps, but all data ranks share one copy of it "
+                f"(share_parameters=True), which others may be reading: load values with "
+                f"engine.load_full_state_dict(..., optimizer=), or leave share_parameters out"
+            )
+        if somewhere:
+            raise UsageError("a shared parameter was changed in place on another rank: see its error")
 
     def _check_parameters(self) -> None:
         displaced = [self._named[index][0] for bucket in self._buckets for index in bucket.displaced()]
@@ -280,21 +345,27 @@ class ZeroOptimizer(torch.optim.Optimizer):
         used in turn.
         """
         if all(bucket.keep_gradients for bucket in self._buckets):
-            for work in [bucket.start_reduction(None) for bucket in self._buckets]:
-                work.wait()
+            _settle([bucket.start_reduction(None) for bucket in self._buckets])
             return
         largest: dict[torch.dtype, int] = {}
         for bucket in self._buckets:
             largest[bucket.plan.dtype] = max(largest.get(bucket.plan.dtype, 0), bucket.plan.numel)
         borrowed = {dtype: torch.empty(n, dtype=dtype, device=self._mesh.device) for dtype, n in largest.items()}
         for bucket in self._buckets:
-            bucket.start_reduction(borrowed[bucket.plan.dtype]).wait()
+            _settle([bucket.start_reduction(borrowed[bucket.plan.dtype])])
 
     def _counted_parts(self) -> Iterable[Tensor]:
         for bucket in self._buckets:
             for run in bucket.plan.ranges(bucket.start, bucket.stop, key=lambda index: self._infos[index].counted):
                 if run.key:
                     yield bucket.gradient(run.start, run.stop)
+
+
+def _settle(works: Sequence[Work | None]) -> None:
+    """Wait for what was started."""
+    for work in works:
+        if work is not None:
+            work.wait()
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:

@@ -183,13 +183,17 @@ class Links:
             words[j] = answer
         return words
 
-    def hand_over(self, fd: int) -> dict[int, int]:
-        """Give every peer a descriptor, and return theirs by rank; the caller closes them. A meeting of its own."""
+    def hand_over(self, fd: int, root: int = -1) -> dict[int, int]:
+        """Give every peer a descriptor, and return theirs by rank; the caller closes them. A meeting of its own. With
+        `root`, only that rank gives one.
+        """
         found: dict[int, int] = {}
         try:
-            for j, _ in self._send:
+            for j, _ in self._send if root in (-1, self.rank) else ():
                 socket.send_fds(self._sockets[j], [b"fd"], [fd])
             for j, _ in self._receive:
+                if root not in (-1, j):
+                    continue
                 deadline = 0.0
                 while j not in found:
                     try:

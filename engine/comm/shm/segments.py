@@ -74,6 +74,34 @@ class Segments:
         self.reserved += nbytes
         return number, parts
 
+    def new_shared(self, nbytes: int, what: str) -> Tensor:
+        """Reserve `nbytes` once, zeroed, by rank 0, and return them, mapped on every rank: what one writes all read.
+        They live as long as a tensor of any rank refers to them.
+
+        Raises MemoryShortageError on every rank when rank 0 cannot have it; nothing is taken then.
+        """
+        links = self._links
+        self._tell_freed(nbytes, shared=True)
+        fd, lack = -1, shortage(nbytes, f"{what} on axis {self._name!r}")
+        self._agree(lack)
+        if links.rank == 0:
+            try:
+                fd = reserve(nbytes, f"{what} on axis {self._name!r}")
+            except MemoryShortageError as error:
+                lack = str(error)
+        try:
+            self._agree(lack)
+            found = links.hand_over(fd, root=0)
+            fd = found.get(0, fd)
+            memory = map_segment(fd, nbytes)
+        finally:
+            if fd >= 0:
+                os.close(fd)
+        if links.rank == 0:
+            self.reserved += nbytes
+            weakref.finalize(memory.untyped_storage(), self._let_go, nbytes).atexit = False
+        return memory
+
     def find(self, x: Tensor) -> tuple[int, int]:
         """Return the segment in which `x` lies and its offset there, or (-1, 0). Not collective."""
         address = x.data_ptr()
@@ -112,10 +140,14 @@ class Segments:
             self._sort()
             self._freed.append(number)
 
-    def _tell_freed(self, nbytes: int) -> None:
+    def _let_go(self, nbytes: int) -> None:
+        """Called when the last tensor of rank 0's in a shared part has gone."""
+        self.reserved -= nbytes
+
+    def _tell_freed(self, nbytes: int, *, shared: bool = False) -> None:
         """Compare what is wanted, hear what every rank has let go, and drop the mappings of what all have."""
         freed, self._freed = self._freed[:400], self._freed[400:]
-        head = words.allocation(nbytes)
+        head = words.allocation(nbytes, shared=shared)
         found = self._links.meet(head + b"".join(_FREED.pack(number) for number in freed))
         words.compare(found, head, self._links.names)
         for word in found:

@@ -30,6 +30,8 @@ class SharedMemoryTransport(InOrder):
     keeps_nan = True
     keeps_inputs = True
     moves_alone = False
+    overlaps = False
+    reads_in_place = True
 
     def __init__(
         self, name: str, rank: int, names: Sequence[int], sockets: tuple[Sockets, Sockets], limit: float, staging: int
@@ -62,9 +64,20 @@ class SharedMemoryTransport(InOrder):
             if not isinstance(work, Message):
                 work.wait()
 
-    def allocate(self, nbytes: int) -> Tensor:
+    def allocate(self, nbytes: int, *, shared: bool = False) -> Tensor:
+        """Return `nbytes` of zeroed memory, which the other ranks read without a copy; with `shared`, the same memory
+        on every rank. Every rank calls it.
+        """
         made: list[Tensor] = []
-        self.do(lambda: made.append(self._segments.new(nbytes, f"allocate of {nbytes} bytes")[1][self._links.rank]))
+
+        def make() -> None:
+            what = f"allocate of {nbytes} bytes"
+            if shared:
+                made.append(self._segments.new_shared(nbytes, what))
+            else:
+                made.append(self._segments.new(nbytes, what)[1][self._links.rank])
+
+        self.do(make)
         return made.pop()
 
     def memory(self) -> dict[str, int]:

@@ -27,9 +27,9 @@ def head(name: str, op: str, dtype: torch.dtype, count: int, root: int) -> bytes
     return _HEAD.pack(b"c", number, _NUMBERS[dtype], root, count)
 
 
-def allocation(nbytes: int) -> bytes:
-    """Return the head of an allocation's first word."""
-    return _HEAD.pack(b"a", 0, 0, -1, nbytes)
+def allocation(nbytes: int, *, shared: bool = False) -> bytes:
+    """Return the head of an allocation's first word. shared: one for all ranks, which has a root."""
+    return _HEAD.pack(b"a", 0, 0, 0 if shared else -1, nbytes)
 
 
 def place(number: int, offset: int) -> bytes:
@@ -57,7 +57,7 @@ def describe(word: bytes) -> str:
         return "another part of allocate"
     kind, number, dtype, root, count = _HEAD.unpack_from(word)
     if kind == b"a":
-        return f"allocate of {count} bytes"
+        return f"allocate of {count} {'shared ' if root >= 0 else ''}bytes"
     name, op = _OPERATIONS[number // len(_REDUCTIONS)], _REDUCTIONS[number % len(_REDUCTIONS)]
     if name == "barrier":
         return name
