@@ -160,7 +160,8 @@ class Segments:
 
     def _tell_freed(self, nbytes: int, *, shared: bool = False) -> None:
         """Compare what is wanted, hear what every rank has let go, and drop the mappings of what all have."""
-        freed, self._freed = self._freed[:400], self._freed[400:]
+        freed = self._freed[:400]
+        del self._freed[:400]  # a finalizer may add to the same list at any moment
         head = words.allocation(nbytes, shared=shared)
         found = self._links.meet(head + b"".join(_FREED.pack(number) for number in freed))
         words.compare(found, head, self._links.names)
