@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import engine
 from engine import Layout
-from engine.comm.shm import collectives
+from engine.comm.shm import collectives, segments
 from engine.errors import CommunicationError, EngineError
 from tests.world import World, WorldError
 
@@ -242,3 +242,63 @@ def test_a_rank_that_closes_its_mesh_is_named(world: World) -> None:
     assert second == "left"
     assert "rank 1 is gone: its process has ended, or has closed the mesh" in first
     assert "rank 1 is gone: its process has ended, or has closed the mesh" in third
+
+
+# ---- the thread that moves messages ----------------------------------------------------------------------------------
+
+
+def send_ahead_of_mapping(rank: int, size: int, store: str) -> float:
+    """Rank 1 takes its time to map what all have allocated; rank 0 is through, and sends from there."""
+    with open_mesh(rank, size, store) as mesh:
+        comm, map_segment = mesh.data, segments.map_segment
+        comm.exchange([(torch.ones(1), 1 - rank)], [(torch.empty(1), 1 - rank)], async_op=True).wait()
+        if rank == 1:
+
+            def slowly(fd: int, nbytes: int) -> torch.Tensor:
+                time.sleep(0.2)
+                return map_segment(fd, nbytes)
+
+            segments.map_segment = slowly
+        try:
+            x = comm.allocate((LARGE,))
+        finally:
+            segments.map_segment = map_segment
+        if rank == 0:
+            comm.send(x.fill_(3.0), 1)
+        else:
+            comm.recv(x, 0)
+        return x[-1].item()
+
+
+def test_a_message_may_be_ahead_of_the_memory_that_it_lies_in(world: World) -> None:
+    assert world.run(2, send_ahead_of_mapping, mesh=False) == [3.0, 3.0]
+
+
+def fail_on_the_thread(rank: int, size: int, store: str) -> tuple[str, float]:
+    with open_mesh(rank, size, store) as mesh:
+        comm, of = mesh.data, segments.Segments.of
+        comm.exchange([(torch.ones(1), 1 - rank)], [(torch.empty(1), 1 - rank)], async_op=True).wait()
+        if rank == 1:
+
+            def broken(*_: Any) -> torch.Tensor:
+                raise ValueError("planted")
+
+            segments.Segments.of = broken  # type: ignore[method-assign]
+        started = time.monotonic()
+        try:
+            x = comm.allocate((LARGE,))
+            if rank == 0:
+                comm.send(x, 1)
+            else:
+                comm.recv(x, 0)
+        except CommunicationError as error:
+            return str(error), time.monotonic() - started
+        finally:
+            segments.Segments.of = of  # type: ignore[method-assign]
+        return "no error", 0.0
+
+
+def test_an_error_on_the_thread_that_moves_messages_reaches_both_sides(world: World) -> None:
+    for text, seconds in world.run(2, fail_on_the_thread, mesh=False):
+        assert "rank 1 failed by itself: ValueError: planted" in text
+        assert seconds < SOON
