@@ -33,11 +33,13 @@ lint: setup ## Check style, types and who may import whom.
 bench: setup ## Time the training step beside its peers (after make peers), about 13 minutes.
 	$(BIN)/python -m benchmarks.train_step --standard --rounds 2
 
-bench-collectives: setup ## Measure the collectives beside torch's own, on 4 ranks, into benchmarks/results.
+bench-collectives: setup ## Measure the collectives beside torch's own, on 2 and 4 ranks, into benchmarks/results.
 	@stem=benchmarks/results/$$(date +%F)_collectives; out=$$stem; number=2; \
-	while [ -e $$out.json ]; do out=$${stem}_$$number; number=$$((number + 1)); done; set -x; \
-	$(BIN)/python -m benchmarks.collectives --nproc 4 --ops all_reduce,reduce_scatter,all_gather,broadcast \
-		--sizes 1K:64M:4 --dtypes float32 --algorithms all --check --iterations 12 --json $$out.json --plot $$out.png
+	while [ -e $${out}_n2.json ] || [ -e $${out}_n4.json ]; do out=$${stem}_$$number; number=$$((number + 1)); done; \
+	for n in 2 4; do ( set -x; \
+	$(BIN)/python -m benchmarks.collectives --nproc $$n --ops all_reduce,reduce_scatter,all_gather,broadcast,barrier \
+		--sizes 1K:64M:4 --dtypes float32 --transports torch,shm --memory private,registered --algorithms torch,chosen \
+		--check --ratios --json $${out}_n$$n.json --plot $${out}_n$$n.png ) || exit 1; done
 
 peers: setup .venv/.peers ## Install what the benchmarks' peers need.
 

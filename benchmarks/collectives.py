@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import collectives_ratios as ratios
 from benchmarks import collectives_results as results
 from benchmarks.collectives_case import Cost, Row
 from benchmarks.collectives_options import Settings, check, parser
@@ -119,7 +120,8 @@ def where(settings: Settings) -> str:
     """Return the machine and the ranks."""
     return (
         f"# {summary(settings.device)}\n"
-        f"# {settings.layout} = {settings.layout.world_size} ranks; axis {settings.axis}, n = {settings.n}"
+        f"# {settings.layout} = {settings.layout.world_size} ranks; axis {settings.axis}, n = {settings.n}; "
+        f"transport {', '.join(settings.transports)}"
     )
 
 
@@ -166,8 +168,10 @@ def command_line(arguments: Sequence[str]) -> str:
 
 def finish(settings: Settings, meta: dict[str, Any], rows: Sequence[Row]) -> int:
     """Write what was asked for, say what is wrong or slower, and return the exit code."""
+    found = ratios.ratios(rows) if settings.ratios else []
     if settings.json is not None:
-        results.save_json(settings.json, meta, rows)
+        more = {"ratios": ratios.to_dict(found)} if settings.ratios else {}
+        results.save_json(settings.json, meta, rows, **more)
         print(f"# rows with versions and hardware: {settings.json}")
     if settings.csv is not None:
         results.save_csv(settings.csv, rows)
@@ -177,6 +181,8 @@ def finish(settings: Settings, meta: dict[str, Any], rows: Sequence[Row]) -> int
 
         plot(settings.plot, meta, rows)
         print(f"# picture: {settings.plot}")
+    if settings.ratios:
+        print(f"\n{ratios.markdown(found)}\n")
     sound = _sound(settings, rows)
     if settings.tune is not None and sound:
         results.save_tuning(settings.tune, meta, rows, meta["hosts"])
@@ -190,7 +196,7 @@ def finish_overhead(settings: Settings, meta: dict[str, Any], rows: Sequence[Cos
 
     from benchmarks.collectives_overhead import NOTE, table
 
-    Console(highlight=False, width=max(Console().width, 100)).print(table(rows))
+    Console(highlight=False, width=max(Console().width, 120)).print(table(rows))
     print(NOTE)
     if settings.json is not None:
         results.save_json(settings.json, meta, rows)
@@ -205,11 +211,11 @@ def _sound(settings: Settings, rows: Sequence[Row]) -> bool:
         return True
     bad = [row for row in rows if row.wrong]
     unchecked = sum(row.wrong is None for row in rows)
-    print(f"# {len(rows)} rows: {len(bad)} with wrong elements, {unchecked} not checked (sums not exact)")
+    print(f"# {len(rows)} rows: {len(bad)} with wrong elements, {unchecked} not checked (their notes say why)")
     for row in bad:
         place = "in" if row.in_place else "out of"
         print(
-            f"error: {row.op} {row.algorithm} {row.dtype} {row.bytes} B {place} place: {row.wrong} elements are wrong",
+            f"error: {row.op} {row.way}: {row.dtype} {row.bytes} B {place} place: {row.wrong} elements are wrong",
             file=sys.stderr,
         )
     return not bad

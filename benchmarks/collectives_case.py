@@ -17,7 +17,13 @@ from engine.errors import UsageError, did_you_mean
 
 TORCH = "torch"
 CHOSEN = "chosen"
+TRANSPORTS = ("torch", "shm")
+MEMORIES = ("private", "registered")
+"""Where a call's tensors lie: anywhere, or in memory of `Communicator.allocate`, which shared memory reads in place."""
+REGISTERING = "shm"
+"""The transport to which that makes a difference."""
 INEXACT = "inexact, not checked"
+NO_VALUES = "moves no values"
 SMALL = 1 << 20
 """Bytes up to which a time is compared by its minimum: small messages over gloo have two speeds. Above, the median."""
 
@@ -57,6 +63,8 @@ class Kind:
     """Adds values, so the result is exact only where sums are."""
     in_place: tuple[bool, ...] = (False,)
     """The forms it has."""
+    empty: bool = False
+    """Has no vector: one case, of 0 bytes."""
 
 
 OPS = {
@@ -69,19 +77,33 @@ OPS = {
     "gather": Kind(split=True),
     "scatter": Kind(split=True),
     "send_recv": Kind(),
+    "barrier": Kind(empty=True),
 }
 
 
 @dataclass(frozen=True)
+class Way:
+    """One way of making a case's call."""
+
+    transport: str
+    algorithm: str
+    """TORCH: torch's own call, without the engine."""
+    memory: str
+
+    def __str__(self) -> str:
+        return self.algorithm if self.algorithm == TORCH else f"{self.algorithm} over {self.transport}, {self.memory}"
+
+
+@dataclass(frozen=True)
 class Case:
-    """One operation on one size, dtype and form; measured with each of its algorithms in turn."""
+    """One operation on one size, dtype and form; measured in each of its ways in turn."""
 
     op: str
     dtype: str
     count: int
     """Elements of the whole vector."""
     in_place: bool
-    algorithms: tuple[str, ...]
+    ways: tuple[Way, ...]
 
     @property
     def bytes(self) -> int:
@@ -113,6 +135,8 @@ class Row:
     wrong: int | None
     """Elements that differ from what they must be, over all ranks; None: not checked, `note` says why."""
     note: str = ""
+    memory: str = MEMORIES[0]
+    """Results from before there was a choice do not have it."""
     t_matmul: float | None = None
     """With --overlap: the matmul alone."""
     t_together: float | None = None
@@ -124,6 +148,11 @@ class Row:
     def seconds(self) -> float:
         """The time that rows are compared by."""
         return self.t_min if self.bytes <= SMALL else self.t_p50
+
+    @property
+    def way(self) -> Way:
+        """How the call was made."""
+        return Way(self.transport, self.algorithm, self.memory)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values; the fields of --overlap only where it was measured."""
@@ -140,6 +169,8 @@ class Cost:
     dtype: str
     bytes: int
     n: int
+    transport: str
+    """local: a group of one rank."""
     call: str
     """torch, native, or chosen: what the engine takes."""
     took: str
@@ -238,18 +269,40 @@ def select_algorithms(op: str, wanted: Sequence[str], n: int) -> tuple[str, ...]
     return tuple(found)
 
 
+def ways(algorithms: Sequence[str], transports: Sequence[str], memories: Sequence[str]) -> tuple[Way, ...]:
+    """Return every way that there is: torch's own call once, the engine's over each transport and in each memory."""
+    found = [Way(TORCH, TORCH, MEMORIES[0])] if TORCH in algorithms else []
+    for transport in transports:
+        for memory in memories:
+            if memory == MEMORIES[0] or transport == REGISTERING:
+                found += [Way(transport, name, memory) for name in algorithms if name != TORCH]
+    return tuple(found)
+
+
 def plan(
-    ops: Sequence[str], sizes: Sequence[int], dtypes: Sequence[str], algorithms: Sequence[str], n: int
+    ops: Sequence[str],
+    sizes: Sequence[int],
+    dtypes: Sequence[str],
+    algorithms: Sequence[str],
+    n: int,
+    transports: Sequence[str] = TRANSPORTS[:1],
+    memories: Sequence[str] = MEMORIES[:1],
 ) -> Iterator[Case]:
-    """Yield all cases. A vector has at least one element (of each rank's part) and otherwise at most `size` bytes."""
+    """Yield all cases. A vector has at least one element (of each rank's part) and otherwise at most `size` bytes; an
+    operation without a vector is one case, of no bytes.
+    """
     for op in ops:
         kind = OPS[op]
         names = select_algorithms(op, algorithms, n)
+        if kind.empty:
+            yield Case(op, "uint8", 0, False, ways(names, transports, MEMORIES[:1]))
+            continue
+        how = ways(names, transports, memories)
         for dtype in dtypes:
             parts = n if kind.split else 1
             counts = dict.fromkeys(parts * max(1, size // (DTYPES[dtype].itemsize * parts)) for size in sizes)
             for in_place in kind.in_place:
-                yield from (Case(op, dtype, count, in_place, names) for count in counts)
+                yield from (Case(op, dtype, count, in_place, how) for count in counts)
 
 
 # ---- formulas ----------------------------------------------------------------------------------------------------
@@ -281,6 +334,8 @@ def modulus(op: str, dtype: str, n: int) -> int | None:
 
 def checked(case: Case, n: int, check: bool) -> tuple[bool, str]:
     """Return whether a case's results are compared, and the note that says why they are not."""
+    if OPS[case.op].empty:
+        return False, NO_VALUES
     if modulus(case.op, case.dtype, n) is None:
         return False, INEXACT
     return (True, "") if check else (False, "not checked")

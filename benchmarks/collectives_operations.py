@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.collectives_case import DTYPES, OPS, Case, modulus
+from benchmarks.collectives_case import DTYPES, MEMORIES, OPS, Case, modulus
 from engine import Communicator
 from engine.errors import UsageError
 
@@ -110,6 +110,11 @@ def _send_recv(comm: Communicator, x: Tensor, out: Tensor, _algorithm: str | Non
     return None
 
 
+def _barrier(comm: Communicator, _x: Tensor, _out: Tensor, _algorithm: str | None, _async_op: bool) -> Any:
+    """Has neither tensors nor an asynchronous form."""
+    comm.barrier()
+
+
 OPERATIONS: dict[str, Call] = {
     "all_reduce": _all_reduce,
     "broadcast": _broadcast,
@@ -120,6 +125,7 @@ OPERATIONS: dict[str, Call] = {
     "gather": _gather,
     "scatter": _scatter,
     "send_recv": _send_recv,
+    "barrier": _barrier,
 }
 
 
@@ -152,25 +158,46 @@ def fill(out: Tensor, period: Tensor, start: int) -> None:
         part.copy_(tile[: len(part)])
 
 
+Empty = Callable[[int], Tensor]
+"""Returns memory for so many elements of the case's dtype."""
+
+
 def make_buffers(case: Case, n: int, rank: int, device: torch.device, check: bool) -> Buffers:
     """Return this rank's buffers, filled. Where sums are not exact nothing is expected."""
-    dtype = getattr(torch, case.dtype)
     m = modulus(case.op, case.dtype, n)
-    part = case.count // n
-    own = slice(rank * part, (rank + 1) * part)
-    gives_part, gets_part = case.op in ("all_gather", "gather"), case.op in ("reduce_scatter", "scatter")
-
-    def empty(count: int) -> Tensor:
-        return torch.empty(count, dtype=dtype, device=device)
-
-    whole = empty(case.count)
-    if not case.in_place:
-        x, out = empty(part) if gives_part else empty(case.count), empty(part) if gets_part else whole
-    else:
-        x, out = whole[own] if gives_part else whole, whole[own] if gets_part else whole
-    fill(x, pattern(rank, m or 2), own.start if gives_part else 0)
+    x, out = _tensors(case, n, rank, lambda count: torch.empty(count, dtype=_dtype(case), device=device))
+    fill(x, pattern(rank, m or 2), rank * len(x) if _gives_part(case) else 0)
     expected = expect(case, n, rank, m, torch.empty_like(out)) if check and m is not None else None
     return Buffers(x, out, x.clone(), expected, case.in_place)
+
+
+def in_memory(made: Buffers, memory: str, case: Case, comm: Communicator) -> Buffers:
+    """Return buffers with the same values whose tensors lie in another memory. Every rank of `comm` calls it."""
+    if memory == MEMORIES[0]:
+        return made
+    x, out = _tensors(case, comm.size, comm.rank, lambda count: comm.allocate((count,), _dtype(case)))
+    x.copy_(made.source)
+    return Buffers(x, out, made.source, made.expected, made.in_place)
+
+
+def _tensors(case: Case, n: int, rank: int, empty: Empty) -> tuple[Tensor, Tensor]:
+    """Return input and output, each the whole vector or this rank's part. Every rank asks for the same memory."""
+    part = case.count // n
+    own = slice(rank * part, (rank + 1) * part)
+    gives_part, gets_part = _gives_part(case), case.op in ("reduce_scatter", "scatter")
+    if not case.in_place:
+        return empty(part if gives_part else case.count), empty(part if gets_part else case.count)
+    whole = empty(case.count)
+    return whole[own] if gives_part else whole, whole[own] if gets_part else whole
+
+
+def _gives_part(case: Case) -> bool:
+    return case.op in ("all_gather", "gather")
+
+
+def _dtype(case: Case) -> torch.dtype:
+    found: torch.dtype = getattr(torch, case.dtype)
+    return found
 
 
 def expect(case: Case, n: int, rank: int, m: int, result: Tensor) -> Tensor | None:

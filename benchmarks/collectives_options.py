@@ -6,27 +6,42 @@ import argparse
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn
 
 import torch
 
 from benchmarks import collectives_results as results
-from benchmarks.collectives_case import DTYPES, OPS, Case, Row, parse_names, parse_sizes, plan, size_name
+from benchmarks.collectives_case import (
+    DTYPES,
+    MEMORIES,
+    OPS,
+    REGISTERING,
+    TORCH,
+    TRANSPORTS,
+    Case,
+    Row,
+    parse_names,
+    parse_sizes,
+    plan,
+    size_name,
+)
 from benchmarks.collectives_operations import Call, load_operations
 from benchmarks.work import parse_layout
 from engine import device as devices
 from engine.comm.algorithms import PLANS
+from engine.comm.shm import missing
+from engine.comm.start import choose_transport
 from engine.errors import UsageError, did_you_mean
 from engine.layout import Layout
 
-TRANSPORTS = ("torch",)
 AXES = ("data", "tensor", "pipeline", "world")
 PROCESSES_PER_CORE = 8
-_OVERHEAD = ("nproc", "layout", "axis", "iterations", "warmup", "device", "json", "overhead", "result")
+_OVERHEAD = ("nproc", "layout", "axis", "iterations", "warmup", "device", "json", "overhead", "result", "transports")
 _ELEMENT = 4  # bytes
 BUFFERS = 4  # of the largest size, on each rank: input, its copy, result, what is expected
+_REGISTERED = 2  # more: input and result
 _STANDARD_OPS = "all_reduce,broadcast,reduce_scatter,all_gather,all_to_all,send_recv"
 
 
@@ -38,6 +53,10 @@ class Settings:
     axis: str
     n: int
     """Ranks of the measured group."""
+    transports: tuple[str, ...]
+    """A mesh for each."""
+    registered: bool
+    """Whether memory of `allocate` is measured."""
     cases: tuple[Case, ...]
     sizes: tuple[int, ...]
     device: str
@@ -47,6 +66,8 @@ class Settings:
     warmup: int
     check: bool
     overlap: bool
+    ratios: bool
+    """Tell how many times as long torch's own call takes."""
     overhead: str | None
     """With --overhead, which measures one element and no cases: the axis of one rank that is measured too."""
     operations: Mapping[str, Call]
@@ -83,12 +104,14 @@ def parser(description: str) -> argparse.ArgumentParser:
     add("--ops", default=_STANDARD_OPS, help=f"all, or a list of: {', '.join(OPS)}")
     add("--sizes", default="1K:64M", help="bytes of the whole vector: FROM:TO, FROM:TO:FACTOR or a list, K = 1024")
     add("--dtypes", default="float32,bfloat16", help=f"a list of: {', '.join(DTYPES)}")
-    add("--transports", default="torch", help=f"a list of: {', '.join(TRANSPORTS)}")
+    add("--transports", help=f"a list of: {', '.join(TRANSPORTS)}; default: what engine.init takes; --overhead: all")
+    add("--memory", default="private", help=f"where tensors lie: {', '.join(MEMORIES)} (shm: Communicator.allocate)")
     add("--algorithms", default="all", help="all, chosen (what the engine takes), torch (its own call), or names")
     add("--iterations", default="auto", help="timed calls; auto: about 0.2 s of them, 8 to 200")
     add("--warmup", type=int, default=3, help="calls before them")
     add("--check", action="store_true", help="compare every element; a wrong one makes the exit code 1")
     add("--overlap", action="store_true", help="put a matmul beside each operation; adds t_exposed to the rows")
+    add("--ratios", action="store_true", help="end with tables of torch's time / ours, in Markdown and in the --json")
     add("--overhead", action="store_true", help="instead: what the communicator costs over torch, for one element")
     add("--device", default="cpu", help="auto, cpu, cuda or npu")
     add("--csv", type=Path, help="write the rows there")
@@ -117,19 +140,25 @@ def check(options: argparse.Namespace, started: int | None) -> Settings:
     n = layout.world_size if options.axis == "world" else getattr(layout, options.axis)
     device = _device(options.device, layout.world_size, started)
     overhead = _overhead(options, layout, n) if options.overhead else None
+    transports = _transports(options, n, device)
+    memories = _memories(options, transports, n)
     sizes = parse_sizes(options.sizes) if overhead is None else (_ELEMENT,)
-    _check_memory(sizes[-1], layout.world_size, device, started)
-    parse_names("--transports", options.transports, TRANSPORTS)
-    cases = _cases(options, sizes, n, device) if overhead is None else ()
+    registered = MEMORIES[1] in memories
+    _check_memory(sizes[-1], layout.world_size, BUFFERS + _REGISTERED * registered, device, started)
+    cases = _cases(options, sizes, n, device, transports, memories) if overhead is None else ()
     if options.warmup < 1:
         raise UsageError(f"--warmup {options.warmup}: at least 1")
     if not (math.isfinite(options.tolerance) and options.tolerance >= 0):
         raise UsageError(f"--tolerance {options.tolerance}: 0 or more, 0.1 is 10 % slower")
+    _check_ratios(options, cases)
+    if options.plot is not None and cases and not any(case.bytes for case in cases):
+        raise UsageError(f"--plot: {cases[0].op} has no sizes to draw against: add another to --ops")
     for name in ("csv", "json", "plot", "out"):
         _check_writable(name, getattr(options, name))
     return Settings(
-        layout, options.axis, n, cases, sizes, device, _iterations(options.iterations), options.warmup,
-        options.check or options.tune, options.overlap, overhead, load_operations(options.operations),
+        layout, options.axis, n, transports, registered, cases, sizes, device,
+        _iterations(options.iterations), options.warmup,
+        options.check or options.tune, options.overlap, options.ratios, overhead, load_operations(options.operations),
         _baseline(options, cases, n, device, started), options.tolerance,
         options.csv, options.json, options.plot, _tuning_file(options, device, n), options.result,
     )  # fmt: skip
@@ -179,17 +208,56 @@ def _device(wanted: str, ranks: int, started: int | None) -> str:
     return devices.select(wanted, last).type
 
 
-def _check_memory(size: int, ranks: int, device: str, started: int | None) -> None:
+def _transports(options: argparse.Namespace, n: int, device: str) -> tuple[str, ...]:
+    """Return the transports that are measured. Raises UsageError for one that there is not."""
+    if options.transports is None:
+        if options.tune:
+            return (TORCH,)
+        if options.overhead and device == "cpu" and not missing():
+            return TRANSPORTS
+        return (choose_transport(None, torch.device(device)),)
+    names = parse_names("--transports", options.transports, TRANSPORTS)
+    for name in names:
+        choose_transport(name, torch.device(device))
+    if options.tune and names != (TORCH,):
+        raise UsageError("--tune chooses between algorithms over torch; shm has calls of its own: --transports torch")
+    if n == 1 and len(names) > 1:
+        raise UsageError(f"--transports {options.transports}: a group of one rank has none: raise --nproc, or name one")
+    return names
+
+
+def _memories(options: argparse.Namespace, transports: Sequence[str], n: int) -> tuple[str, ...]:
+    """Return where tensors lie. Raises UsageError for a memory that no transport reads, or for one left with none."""
+    names = parse_names("--memory", options.memory, MEMORIES)
+    if MEMORIES[1] in names and (n == 1 or REGISTERING not in transports):
+        raise UsageError(
+            f"--memory {MEMORIES[1]} is for transport {REGISTERING} and several ranks, not for {', '.join(transports)} "
+            f"and n = {n}: name {REGISTERING} in --transports, or leave it out"
+        )
+    others = [name for name in transports if name != REGISTERING]
+    if MEMORIES[0] not in names and others:
+        raise UsageError(f"--memory {options.memory}: transport {others[0]} has no other than {MEMORIES[0]}: name both")
+    return names
+
+
+def _check_memory(size: int, ranks: int, buffers: int, device: str, started: int | None) -> None:
     here = ranks if started is None else int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if device == "cpu" and here * BUFFERS * size > memory:
+    if device == "cpu" and here * buffers * size > memory:
         raise UsageError(
-            f"--sizes: {here} ranks x {BUFFERS} buffers x {size_name(size)} = {here * BUFFERS * size / 2**30:,.0f} "
-            f"GiB, but this machine has {memory / 2**30:.1f} GiB: at most {memory // (here * BUFFERS) >> 20}M"
+            f"--sizes: {here} ranks x {buffers} buffers x {size_name(size)} = {here * buffers * size / 2**30:,.0f} "
+            f"GiB, but this machine has {memory / 2**30:.1f} GiB: at most {memory // (here * buffers) >> 20}M"
         )
 
 
-def _cases(options: argparse.Namespace, sizes: tuple[int, ...], n: int, device: str) -> tuple[Case, ...]:
+def _cases(
+    options: argparse.Namespace,
+    sizes: tuple[int, ...],
+    n: int,
+    device: str,
+    transports: Sequence[str],
+    memories: Sequence[str],
+) -> tuple[Case, ...]:
     tunable = tuple(op for op in OPS if op in PLANS)
     known = tunable if options.tune else tuple(OPS)
     wanted = "all" if options.tune and options.ops == _STANDARD_OPS else options.ops
@@ -206,7 +274,7 @@ def _cases(options: argparse.Namespace, sizes: tuple[int, ...], n: int, device: 
     algorithms = tuple(filter(None, (each.strip() for each in options.algorithms.split(","))))
     if not algorithms:
         raise UsageError("--algorithms: nothing is named: choose all, chosen, torch, or names")
-    cases = plan(ops, sizes, dtypes, algorithms, n)
+    cases = plan(ops, sizes, dtypes, algorithms, n, transports, memories)
     return tuple(each for each in cases if not options.tune or each.in_place == OPS[each.op].in_place[0])
 
 
@@ -216,6 +284,16 @@ def _iterations(text: str) -> int | None:
     if not text.isdecimal() or int(text) < 1:
         raise UsageError(f"--iterations {text!r}{did_you_mean(text, ('auto',))}: auto, or a number of at least 1")
     return int(text)
+
+
+def _check_ratios(options: argparse.Namespace, cases: Sequence[Case]) -> None:
+    """Refuse --ratios where there is nothing to divide."""
+    raw = {way.algorithm == TORCH for case in cases for way in case.ways}
+    if options.ratios and raw != {True, False}:
+        raise UsageError(
+            f"--ratios divides torch's time by ours, and --algorithms {options.algorithms} does not measure both here: "
+            f"name torch and chosen, over at least two ranks"
+        )
 
 
 def _tuning_file(options: argparse.Namespace, device: str, n: int) -> Path | None:
@@ -237,14 +315,24 @@ def _baseline(
     if options.baseline is None or not judges:
         return None
     rows = results.read(options.baseline)
-    planned = {(case.op, name, case.dtype, case.bytes, case.in_place) for case in cases for name in case.algorithms}
+    # Where a group has another transport than was asked for, its rows say so.
+    spread = started is not None and int(os.environ.get("LOCAL_WORLD_SIZE", started)) < started
+    instead = ("local",) if n == 1 else (TORCH,) if spread else ()
+    planned = {
+        (case.op, replace(way, transport=transport), case.dtype, case.bytes, case.in_place)
+        for case in cases
+        for way in case.ways
+        for transport in (way.transport, *instead)
+    }
+    # torch's own call is the same whatever is asked of the engine: alone it would judge nothing of it.
+    ours = {key for key in planned if key[1].algorithm != TORCH} or planned
     if not any(
-        (row.op, row.algorithm, row.dtype, row.bytes, row.in_place) in planned and (row.n, row.device) == (n, device)
+        (row.op, row.way, row.dtype, row.bytes, row.in_place) in ours and (row.n, row.device) == (n, device)
         for row in rows
     ):
         raise UsageError(
             f"--baseline {options.baseline}: this run measures none of its {len(rows)} rows: name the ops, sizes, "
-            f"dtypes, algorithms, device and number of ranks that are in it"
+            f"dtypes, transports, algorithms, memory, device and number of ranks that are in it"
         )
     return rows
 

@@ -1,14 +1,14 @@
 """What the communicator costs over torch's own call: an all-reduce of one float32 element, so that little else counts.
 
-Measured are torch's call, the engine's (`native`, and what its table chooses), the same with the ledger on and with
-checks on, and a group of one rank, which sends nothing. They alternate in one run in blocks of calls one after another,
-so that gloo's slow mode falls on all; a call took as long as on the slowest rank.
+Measured are torch's call, the engine's over each transport (`native`, and what its table chooses), the same with the
+ledger on and with checks on, and a group of one rank, which sends nothing. They alternate in one run in blocks of calls
+one after another, so that gloo's slow mode falls on all; a call took as long as on the slowest rank.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from rich.table import Table
 
-import engine
 from benchmarks import collectives_raw as raw
-from benchmarks.collectives_case import CHOSEN, TORCH, Cost, percentile
+from benchmarks.collectives_case import CHOSEN, REGISTERING, TORCH, Cost, percentile
+from benchmarks.collectives_meshes import open_meshes
 from benchmarks.collectives_options import Settings
 from engine import Communicator, Mesh
 from engine import device as devices
@@ -51,19 +51,22 @@ class Variant:
     took: str = TORCH
     """The algorithm of the last call; local: a group of one rank."""
 
+    @property
+    def transport(self) -> str:
+        """How its bytes move."""
+        return TORCH if self.comm is None else self.comm.transport
+
 
 def run(settings: Settings, start: Callable[[], None]) -> tuple[dict[str, Any], list[Cost]]:
     """Measure as one rank of the job. Every rank calls it and gets (more for meta, a row for each variant).
 
     `start` is called on rank 0 once the job is up.
     """
-    with (
-        engine.init(settings.layout, device=settings.device, checks=False) as mesh,
-        engine.init(settings.layout, device=settings.device, checks=True) as checked,  # over the same world of torch's
-    ):
+    with open_meshes(settings, checks=False) as meshes, open_meshes(settings, checks=True) as checked:
+        mesh = meshes.get(REGISTERING) or next(iter(meshes.values()))  # over which the ranks meet, as for the cases
         if mesh.rank == 0:
             start()
-        made = variants(settings, mesh, checked)
+        made = variants(settings, meshes, checked)
         for each in made:
             timed(each, settings.warmup, mesh)
             each.seconds.clear()
@@ -80,6 +83,7 @@ def run(settings: Settings, start: Callable[[], None]) -> tuple[dict[str, Any], 
             "axis_of_one": settings.overhead,
             "n": rows[0].n,
             "hosts": len(mesh.world.hosts),
+            "transports": list(settings.transports),
             "warmup": settings.warmup,
             "iterations": calls,
             "blocks": BLOCKS,
@@ -88,16 +92,18 @@ def run(settings: Settings, start: Callable[[], None]) -> tuple[dict[str, Any], 
         return more, rows
 
 
-def variants(settings: Settings, mesh: Mesh, checked: Mesh) -> list[Variant]:
-    """Return what is measured; torch's own call is the first."""
+def variants(settings: Settings, meshes: Mapping[str, Mesh], checked: Mapping[str, Mesh]) -> list[Variant]:
+    """Return what is measured; torch's own call is the first. Meshes by transport, without checks and with."""
     assert settings.overhead is not None
-    x = torch.zeros(1, dtype=torch.float32, device=mesh.device)  # sums of which stay 0
-    group = raw.raw_group(mesh, settings.axis)
+    first = settings.transports[0]
+    x = torch.zeros(1, dtype=torch.float32, device=meshes[first].device)  # sums of which stay 0
+    group = raw.raw_group(meshes[first], settings.axis)
     found = [Variant(TORCH, "", len(group.ranks), partial(raw.all_reduce, group, x, x, False))]
-    for axis, algorithms in ((settings.axis, ("native", None)), (settings.overhead, (None,))):
-        for watch, over in (("", mesh), ("ledger", mesh), ("checks", checked)):
+    several = [(name, settings.axis, ("native", None)) for name in settings.transports]
+    for name, axis, algorithms in (*several, (first, settings.overhead, (None,))):
+        for watch, over in (("", meshes[name]), ("ledger", meshes[name]), ("checks", checked[name])):
             comm: Communicator = getattr(over, axis)
-            ledger = mesh.ledger if watch == "ledger" else None
+            ledger = over.ledger if watch == "ledger" else None
             for algorithm in algorithms:
                 make = partial(comm.all_reduce, x, algorithm=algorithm)
                 found.append(Variant(algorithm or CHOSEN, watch, comm.size, make, comm, ledger))
@@ -128,7 +134,7 @@ def costs(made: Sequence[Variant], mesh: Mesh) -> list[Cost]:
     for each, (t_min, t_p50) in zip(made, times, strict=True):
         over = [(t_min - times[0][0]) * 1e6, (t_p50 - times[0][1]) * 1e6] if each.n > 1 else [None, None]
         backend, kind = devices.backend(mesh.device), mesh.device.type
-        head = ("all_reduce", backend, kind, "float32", 4, each.n, each.call, each.took, each.watch)
+        head = ("all_reduce", backend, kind, "float32", 4, each.n, each.transport, each.call, each.took, each.watch)
         rows.append(Cost(*head, len(each.seconds), t_min, t_p50, *over))
     return rows
 
@@ -136,12 +142,15 @@ def costs(made: Sequence[Variant], mesh: Mesh) -> list[Cost]:
 def table(rows: Sequence[Cost]) -> Table:
     """Return the rows as a table, in microseconds."""
     shown = Table(title="all_reduce of one float32 element")
-    for number, name in enumerate(("ranks", "call", "with", "t_min us", "t_p50 us", "over torch: min us", "p50 us")):
-        shown.add_column(name, justify="left" if number in (1, 2) else "right", no_wrap=True)
+    names = ("ranks", "transport", "call", "with", "t_min us", "t_p50 us", "over torch: min us", "p50 us")
+    for number, name in enumerate(names):
+        shown.add_column(name, justify="left" if number in (1, 2, 3) else "right", no_wrap=True)
     for before, row in zip((None, *rows), rows, strict=False):
-        if before is not None and (before.n != row.n or (row.n > 1 and before.watch != row.watch)):
+        if before is not None and (before.transport != row.transport or (row.n > 1 and before.watch != row.watch)):
             shown.add_section()
         call = f"{row.call} ({row.took})" if row.took != row.call else row.call
         over = ["" if row.call == TORCH or us is None else f"{us:+.1f}" for us in (row.over_min_us, row.over_p50_us)]
-        shown.add_row(str(row.n), call, row.watch, f"{row.t_min * 1e6:.1f}", f"{row.t_p50 * 1e6:.1f}", *over)
+        shown.add_row(
+            str(row.n), row.transport, call, row.watch, f"{row.t_min * 1e6:.1f}", f"{row.t_p50 * 1e6:.1f}", *over
+        )
     return shown

@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.collectives_case import TORCH, Row, size_name
+from benchmarks.collectives_case import CHOSEN, MEMORIES, TORCH, Row, Way, size_name
 
-# Told apart by the colour-blind too (Okabe and Ito); torch's own call is black, the engine's use of it blue.
+# Told apart by the colour-blind too (Okabe and Ito); torch's own call is black, the engine's use of it blue. An
+# algorithm that is drawn over several transports or memories has its colour once, the others take what is left.
 _COLOURS = {
     TORCH: "black",
     "native": "#0072B2",
@@ -20,22 +21,28 @@ _COLOURS = {
     "tree": "#8C564B",
     "scatter_all_gather": "#7F3C8D",
 }
-_SPARE = ("#4D4D4D", "#BCBD22", "#17BECF")
+_SPARE = (
+    "#BCBD22", "#17BECF", "#882255", "#332288", "#EE8866", "#44BB99", "#4477AA", "#FFAABB", "#66AA55", "#AAAA00",
+    "#99DDFF", "#BBCC33", "#AA3377", "#777777",
+)  # fmt: skip
 _MARKERS = "osv^D*Px"
 _COLUMNS = 5
 """Operations side by side; more go below."""
 
 
 def plot(path: Path, meta: Mapping[str, Any], rows: Sequence[Row]) -> None:
-    """Draw a column of two panels for each operation, a line for each algorithm, and the memory copy as the limit."""
+    """Draw a column of two panels for each operation, a line for each way, and the memory copy as the limit.
+
+    An operation of no bytes has no place in it; at least one row has some.
+    """
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
+    rows = [row for row in rows if row.bytes]
     ops = list(dict.fromkeys(row.op for row in rows))
     dtypes = list(dict.fromkeys(row.dtype for row in rows))
-    names = list(dict.fromkeys(row.algorithm for row in rows))
-    spare = iter(_SPARE * len(names))
-    colours = {name: _COLOURS.get(name) or next(spare) for name in names}
+    ways = list(dict.fromkeys(row.way for row in rows))
+    colours = _colours(ways)
     markers = {dtype: _MARKERS[number % len(_MARKERS)] for number, dtype in enumerate(dtypes)}
     columns = min(_COLUMNS, len(ops))
     blocks = -(-len(ops) // columns)
@@ -53,7 +60,7 @@ def plot(path: Path, meta: Mapping[str, Any], rows: Sequence[Row]) -> None:
         if column == 0:
             times.set_ylabel("time of a call, slowest rank (µs)\nminimum up to 1 MiB, median above")
             speeds.set_ylabel("bus bandwidth (GB/s, 1e9 bytes)")
-    handles = [Line2D([], [], color=colours[name], label=_label(name), linewidth=2) for name in names]
+    handles = [Line2D([], [], color=colours[way], label=_label(way), linewidth=_width(way) + 0.5) for way in ways]
     if len(dtypes) > 1:
         handles += [Line2D([], [], color="grey", marker=markers[each], linestyle="", label=each) for each in dtypes]
     styles = {row.in_place: "--" if row.in_place and _both(rows, row.op) else "-" for row in rows}
@@ -70,7 +77,7 @@ def plot(path: Path, meta: Mapping[str, Any], rows: Sequence[Row]) -> None:
         )
     )
     figure.legend(
-        handles=handles, loc="outside lower center", ncols=max(2, int(figure.get_figwidth() / 3.1)), fontsize=10
+        handles=handles, loc="outside lower center", ncols=max(2, int(figure.get_figwidth() / 3.6)), fontsize=10
     )
     one = f", {dtypes[0]}" if len(dtypes) == 1 else ""
     figure.suptitle(
@@ -86,21 +93,19 @@ def _draw(
     times: Any,
     speeds: Any,
     rows: Sequence[Row],
-    colours: Mapping[str, str],
+    colours: Mapping[Way, str],
     markers: Mapping[str, str],
     limit: float,
 ) -> None:
     """Fill the two panels of one operation."""
-    for key in dict.fromkeys((row.algorithm, row.dtype, row.in_place) for row in rows):
-        own = sorted(
-            (row for row in rows if (row.algorithm, row.dtype, row.in_place) == key), key=lambda row: row.bytes
-        )
+    for key in dict.fromkeys((row.way, row.dtype, row.in_place) for row in rows):
+        own = sorted((row for row in rows if (row.way, row.dtype, row.in_place) == key), key=lambda row: row.bytes)
         style = {
             "color": colours[key[0]],
             "marker": markers[key[1]],
             "linestyle": "--" if key[2] and _both(rows, own[0].op) else "-",
             "markersize": 4,
-            "linewidth": 1.5,
+            "linewidth": _width(key[0]),
             "alpha": 0.6 if key[2] and _both(rows, own[0].op) else 1.0,
         }
         sizes = [row.bytes for row in own]
@@ -136,5 +141,25 @@ def _both(rows: Sequence[Row], op: str) -> bool:
     return len({row.in_place for row in rows if row.op == op}) == 2
 
 
-def _label(name: str) -> str:
-    return {TORCH: "torch's own call, without the engine", "chosen": "the engine's choice"}.get(name, name)
+def _colours(ways: Sequence[Way]) -> dict[Way, str]:
+    """Return a colour for each way, no two alike as far as there are colours."""
+    found: dict[Way, str] = {}
+    for way in ways:
+        own = _COLOURS.get(way.algorithm)
+        if own is not None and own not in found.values():
+            found[way] = own
+    every = [*_COLOURS.values(), *_SPARE]
+    left = [colour for colour in every if colour not in found.values()] or every
+    rest = [way for way in ways if way not in found]
+    return found | {way: left[number % len(left)] for number, way in enumerate(rest)}
+
+
+def _width(way: Way) -> float:
+    return 1.5 if way.memory == MEMORIES[0] else 2.5
+
+
+def _label(way: Way) -> str:
+    if way.algorithm == TORCH:
+        return "torch's own call, without the engine"
+    name = "the engine's choice" if way.algorithm == CHOSEN else way.algorithm
+    return f"{name} over {way.transport}{'' if way.memory == MEMORIES[0] else f', {way.memory}'}"

@@ -77,10 +77,15 @@ def send_recv(at: RawGroup, x: Tensor, out: Tensor, _async_op: bool) -> Works:
     return list(dist.batch_isend_irecv([send, receive]))
 
 
+def barrier(at: RawGroup, _x: Tensor, _out: Tensor, async_op: bool) -> Works:
+    return [dist.barrier(at.group, async_op=async_op)]
+
+
 RAW: dict[str, Callable[[RawGroup, Tensor, Tensor, bool], Works]] = {
     each.__name__: each
     for each in (
         all_reduce, broadcast, reduce, reduce_scatter, all_gather, all_to_all, gather, scatter, send_recv,
+        barrier,
     )
 }  # fmt: skip
 

@@ -10,7 +10,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from benchmarks.collectives_case import SMALL, TORCH, Cost, Row, thresholds
+from benchmarks.collectives_case import OPS, SMALL, TORCH, Cost, Row, thresholds
 from benchmarks.machine import describe
 from engine.comm.choice import write_choice
 from engine.errors import UsageError
@@ -25,15 +25,16 @@ ENVIRONMENT = (
     "HCCL_INTRA_ROCE_ENABLE", "HCCL_OP_EXPANSION_MODE",
 )  # fmt: skip
 _HEADER = (
-    ("op", "dtype", "bytes", "count", "algorithm", "place", "t_min", "t_p50", "t_p95", "t_p99", "algbw", "busbw",
-     "torch/this", "#wrong"),
-    ("", "", "(B)", "(elements)", "", "", "(us)", "(us)", "(us)", "(us)", "(GB/s)", "(GB/s)", "(time)", ""),
+    ("op", "dtype", "bytes", "count", "transport", "algorithm", "memory", "place",
+     "t_min", "t_p50", "t_p95", "t_p99", "algbw", "busbw", "torch/this", "#wrong"),
+    ("", "", "(B)", "(elements)", "", "", "", "", "(us)", "(us)", "(us)", "(us)", "(GB/s)", "(GB/s)", "(time)", ""),
 )  # fmt: skip
-_WIDTHS = (14, 8, 11, 11, 18, 5, 10, 10, 10, 10, 7, 7, 10, 6)
-_LEFT = (0, 1, 4, 5)
+_WIDTHS = (14, 8, 11, 11, 9, 18, 10, 5, 10, 10, 10, 10, 7, 7, 10, 6)
+_LEFT = (0, 1, 4, 5, 6, 7)
 LEGEND = (
-    "# bytes: the whole vector (input of reduce_scatter, result of all_gather). place: in, or out of place. "
-    "Times: the slowest rank's, per call.\n"
+    "# bytes: the whole vector (input of reduce_scatter, result of all_gather). memory: the tensors' own, or "
+    "registered, of Communicator.allocate.\n"
+    "# place: in, or out of place. Times: the slowest rank's, per call.\n"
     "# GB = 1e9 bytes; algbw = bytes / t, busbw as in nccl-tests; both of t_min up to 1 MiB and of t_p50 above. "
     "torch/this: above 1 is faster than torch's own call."
 )
@@ -60,7 +61,8 @@ def _cells(row: Row, raw: Row | None) -> list[str]:
     if row.t_exposed is not None and row.t_matmul is not None and row.t_together is not None:
         both = f"matmul {row.t_matmul * 1e6:.1f} us, together {row.t_together * 1e6:.1f}"
         note = f"exposed {row.t_exposed * 1e6:.1f} us ({both}){'; ' if note else ''}{note}"
-    cells = [row.op, row.dtype, str(row.bytes), str(row.count), row.algorithm, "in" if row.in_place else "out", *times]
+    how = [row.transport, row.algorithm, row.memory, "in" if row.in_place else "out"]
+    cells = [row.op, row.dtype, str(row.bytes), str(row.count), *how, *times]
     cells += [f"{row.algbw_gbs:.3f}", f"{row.busbw_gbs:.3f}", ratio, "-" if row.wrong is None else str(row.wrong)]
     return [*cells, note]
 
@@ -93,17 +95,17 @@ def environment(given: Mapping[str, str]) -> dict[str, str]:
     return {name: given[name] for name in ENVIRONMENT if name in given}
 
 
-def save_json(path: Path, meta: Mapping[str, Any], rows: Sequence[Row] | Sequence[Cost]) -> None:
-    """Write `{"meta": ..., "rows": [...]}`."""
+def save_json(path: Path, meta: Mapping[str, Any], rows: Sequence[Row] | Sequence[Cost], **more: Any) -> None:
+    """Write `{"meta": ..., "rows": [...], **more}`."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"meta": meta, "rows": [row.to_dict() for row in rows]}, indent=1) + "\n")
+    path.write_text(json.dumps({"meta": meta, "rows": [row.to_dict() for row in rows], **more}, indent=1) + "\n")
 
 
 def save_csv(path: Path, rows: Sequence[Row]) -> None:
     """Write the same rows under a line of names; what is null in JSON is empty."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0].to_dict()))
+        writer = csv.DictWriter(file, list(dict.fromkeys(name for row in rows for name in row.to_dict())))
         writer.writeheader()
         writer.writerows(row.to_dict() for row in rows)
 
@@ -121,7 +123,8 @@ def read(path: Path) -> tuple[Row, ...]:
 
 def _row(values: Mapping[str, Any]) -> Row:
     row = Row(**values)
-    numbers = [row.n, row.bytes, row.count, row.t_min, row.t_p50]
+    sizes = [] if OPS[row.op].empty else [row.bytes, row.count]
+    numbers = [row.n, *sizes, row.t_min, row.t_p50]
     if not all(isinstance(value, (int, float)) and value > 0 for value in numbers):
         raise ValueError(f"row {dict(values)} has no sizes and times above 0")
     return row
@@ -131,7 +134,7 @@ def _row(values: Mapping[str, Any]) -> Row:
 
 
 def _key(row: Row) -> tuple[object, ...]:
-    names = ("op", "backend", "transport", "algorithm", "device", "dtype", "n", "bytes", "in_place")
+    names = ("op", "backend", "transport", "algorithm", "device", "dtype", "n", "bytes", "in_place", "memory")
     return tuple(getattr(row, name) for name in names)
 
 
@@ -146,7 +149,7 @@ def slower(old: Sequence[Row], new: Sequence[Row], tolerance: float) -> tuple[in
     for earlier, row in pairs:
         if row.seconds > earlier.seconds * (1 + tolerance):
             found.append(
-                f"{row.op} {row.algorithm} {row.dtype} n={row.n} {row.bytes} B {'in' if row.in_place else 'out of'} "
+                f"{row.op} {row.way}: {row.dtype} n={row.n} {row.bytes} B {'in' if row.in_place else 'out of'} "
                 f"place: {'t_min' if row.bytes <= SMALL else 't_p50'} {earlier.seconds * 1e6:.1f} -> "
                 f"{row.seconds * 1e6:.1f} us, {row.seconds / earlier.seconds:.2f}x"
             )

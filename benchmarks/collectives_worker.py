@@ -1,35 +1,40 @@
-"""One rank of the collectives benchmark: measures every case, its algorithms in turn.
+"""One rank of the collectives benchmark: measures every case, its ways (transport, algorithm, memory) in turn.
 
-Before each timed call the ranks meet and refill what the last one changed; a call took as long as on the slowest
-rank. The algorithms of a case alternate in rounds, so that a machine's slow moment does not fall on one of them.
+Before each timed call the ranks refill what the last one changed and meet; a call took as long as on the slowest rank.
+The ways of a case alternate in rounds, every second one backwards, so that a machine's slow moment does not fall on one
+of them, nor what one leaves behind always on the same next.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
-import engine
 from benchmarks import collectives_raw as raw
 from benchmarks.collectives_case import (
     CHOSEN,
+    MEMORIES,
+    OPS,
+    REGISTERING,
     SMALL,
     TORCH,
     Case,
     Row,
+    Way,
     bandwidths,
     checked,
     iterations_for,
     percentile,
 )  # fmt: skip
-from benchmarks.collectives_operations import Buffers, make_buffers
+from benchmarks.collectives_meshes import open_meshes
+from benchmarks.collectives_operations import Buffers, in_memory, make_buffers
 from benchmarks.collectives_options import Settings
-from engine import Mesh
+from engine import Communicator, Mesh
 from engine import device as devices
 
 _ROUNDS = 4
@@ -48,17 +53,17 @@ def run(settings: Settings, start: Start, report: Report) -> tuple[dict[str, Any
 
     `start` is called on rank 0 once the job is up, `report` with the rows of each case.
     """
-    with engine.init(settings.layout, device=settings.device) as mesh:
-        if mesh.rank == 0:
+    with open_meshes(settings) as meshes:
+        bench = Bench(settings, meshes)
+        if bench.rank == 0:
             start()
-        bench = Bench(settings, mesh)
         found = [row for case in settings.cases for row in bench.measure(case, report)]
-        comm = getattr(mesh, settings.axis)
         more = {
             "layout": str(settings.layout),
             "axis": settings.axis,
-            "n": comm.size,
-            "hosts": len(comm.hosts),
+            "n": settings.n,
+            "hosts": bench.hosts,
+            "transports": list(settings.transports),
             "warmup": settings.warmup,
             "iterations": settings.iterations or "auto",
             "memory_copy_gbs": bench.copy_bandwidth(),
@@ -68,14 +73,18 @@ def run(settings: Settings, start: Start, report: Report) -> tuple[dict[str, Any
 
 
 class Bench:
-    """Measures on one axis of an open mesh. All ranks of the mesh make the same calls."""
+    """Measures on one axis of open meshes, one for each transport. All their ranks make the same calls."""
 
-    def __init__(self, settings: Settings, mesh: Mesh) -> None:
-        """Made inside the mesh's block."""
+    def __init__(self, settings: Settings, meshes: Mapping[str, Mesh]) -> None:
+        """Made inside the meshes' block."""
         self._settings = settings
-        self._mesh = mesh
-        self._comm = getattr(mesh, settings.axis)
-        self._raw = raw.raw_group(mesh, settings.axis) if self._comm.size > 1 else None
+        # Where the ranks meet before a call, whatever its transport: shared memory lets them go closest together.
+        self._mesh = meshes.get(REGISTERING) or next(iter(meshes.values()))
+        self._comms: dict[str, Communicator] = {name: getattr(mesh, settings.axis) for name, mesh in meshes.items()}
+        comm: Communicator = getattr(self._mesh, settings.axis)
+        self._place = comm.rank
+        self.rank, self.hosts = self._mesh.rank, len(comm.hosts)
+        self._raw = raw.raw_group(self._mesh, settings.axis) if comm.size > 1 else None
         self._operations = settings.operations
 
     def close(self) -> None:
@@ -83,26 +92,30 @@ class Bench:
         self._raw = None
 
     def measure(self, case: Case, report: Report) -> list[Row]:
-        """Return a row for each algorithm of a case."""
-        settings, comm = self._settings, self._comm
-        buffers = make_buffers(case, comm.size, comm.rank, self._mesh.device, settings.check)
-        calls = {name: self._call(case, name, buffers) for name in case.algorithms}
-        wrong = [self._wrong(call, buffers) for call in calls.values()]
-        took = self._took(calls[CHOSEN]) if CHOSEN in calls else ""
-        warm = [[self._timed(call, buffers) for _ in range(settings.warmup)] for call in calls.values()]
+        """Return a row for each way of a case."""
+        settings = self._settings
+        by_memory = self._buffers(case)
+        buffers = [by_memory[way.memory] for way in case.ways]
+        calls = [self._call(case, way, own) for way, own in zip(case.ways, buffers, strict=True)]
+        pairs = list(zip(calls, buffers, strict=True))
+        wrong = [self._wrong(*pair) for pair in pairs]
+        took = [self._took(way, call) for way, call in zip(case.ways, calls, strict=True)]
+        warm = [[self._timed(*pair) for _ in range(settings.warmup)] for pair in pairs]
         counts = [settings.iterations or iterations_for(percentile(each, 50)) for each in self._slowest(warm)]
-        times: list[list[float]] = [[] for _ in calls]
+        times: list[list[float]] = [[] for _ in pairs]
         for number in range(_ROUNDS):
-            for call, count, own in zip(calls.values(), counts, times, strict=True):
+            turns = list(zip(pairs, counts, times, strict=True))
+            for pair, count, own in turns[::-1] if number % 2 else turns:
                 share = count * (number + 1) // _ROUNDS - count * number // _ROUNDS
-                own += [self._timed(call, buffers) for _ in range(share)]
+                own += [self._timed(*pair) for _ in range(share)]
         times = self._slowest(times)
-        wrong = [max(before, self._wrong(call, buffers)) for before, call in zip(wrong, calls.values(), strict=True)]
+        wrong = [max(before, self._wrong(*pair)) for before, pair in zip(wrong, pairs, strict=True)]
         rows = []
-        for name, seconds, bad in zip(calls, times, wrong, strict=True):
-            more = self._overlap(case, name, buffers, percentile(seconds, 50)) if settings.overlap else {}
-            rows.append(self._row(case, name, seconds, bad, took if name == CHOSEN else "", more))
-        if self._mesh.rank == 0:
+        for way, own_buffers, seconds, bad, name in zip(case.ways, buffers, times, wrong, took, strict=True):
+            beside = settings.overlap and not OPS[case.op].empty
+            more = self._overlap(case, way, own_buffers, percentile(seconds, 50)) if beside else {}
+            rows.append(self._row(case, way, seconds, bad, name, more))
+        if self.rank == 0:
             report(rows)
         return rows
 
@@ -110,7 +123,7 @@ class Bench:
         """Return the memory copy of one process in GB/s: rank 0's best time, the others asleep; 0 on other ranks."""
         best = math.inf
         self._mesh.world.barrier()
-        if self._mesh.rank == 0:
+        if self.rank == 0:
             source = torch.zeros(_COPY_BYTES, dtype=torch.uint8, device=self._mesh.device)
             target = torch.ones_like(source)
             best = min(self._clock(partial(target.copy_, source)) for _ in range(_COPIES))
@@ -119,12 +132,19 @@ class Bench:
 
     # ---- inside ----------------------------------------------------------------------------------------------------
 
-    def _call(self, case: Case, name: str, buffers: Buffers, async_op: bool = False) -> Timed:
-        """Return one call of an algorithm; when asynchronous it gives what `wait` is called with."""
+    def _buffers(self, case: Case) -> dict[str, Buffers]:
+        """Return this rank's buffers in each memory; what they must hold is kept once."""
+        private = make_buffers(case, self._settings.n, self._place, self._mesh.device, self._settings.check)
+        comms = {way.memory: self._comms[way.transport] for way in case.ways if way.algorithm != TORCH}
+        found = {memory: in_memory(private, memory, case, comm) for memory, comm in comms.items()}
+        return {**found, MEMORIES[0]: private}
+
+    def _call(self, case: Case, way: Way, buffers: Buffers, async_op: bool = False) -> Timed:
+        """Return one call; when asynchronous it gives what `wait` is called with."""
         x, out = buffers.x, buffers.out
-        if name != TORCH:
-            algorithm = None if name == CHOSEN else name
-            call = partial(self._operations[case.op], self._comm, x, out, algorithm, async_op)
+        if way.algorithm != TORCH:
+            algorithm = None if way.algorithm == CHOSEN else way.algorithm
+            call = partial(self._operations[case.op], self._comms[way.transport], x, out, algorithm, async_op)
             return (lambda: call().wait) if async_op else call
         assert self._raw is not None
         start = partial(raw.RAW[case.op], self._raw, x, out, async_op)
@@ -132,10 +152,13 @@ class Bench:
             return lambda: partial(raw.wait, start())
         return lambda: raw.wait(start())
 
-    def _took(self, call: Timed) -> str:
-        """Return the algorithm that the engine takes for a call, by making it."""
+    def _took(self, way: Way, call: Timed) -> str:
+        """Return the algorithm that the engine takes by its own choice, by making the call; else nothing."""
+        if way.algorithm != CHOSEN:
+            return ""
         call()
-        return "native" if self._comm.current is None else self._comm.current.algorithm
+        current = self._comms[way.transport].current
+        return "native" if current is None else current.algorithm
 
     def _timed(self, call: Timed, buffers: Buffers) -> float:
         """Return this rank's seconds of one call."""
@@ -169,20 +192,21 @@ class Bench:
         return int(self._mesh.world.all_reduce(box, algorithm="native").item())
 
     def _row(
-        self, case: Case, name: str, seconds: Sequence[float], wrong: int, took: str, more: dict[str, float]
+        self, case: Case, way: Way, seconds: Sequence[float], wrong: int, took: str, more: dict[str, float]
     ) -> Row:
-        comm, kind = self._comm, self._mesh.device.type
+        n, device = self._settings.n, self._mesh.device
+        transport = way.transport if way.algorithm == TORCH else self._comms[way.transport].transport
         t_min, t_p50 = min(seconds), percentile(seconds, 50)
-        algbw, busbw = bandwidths(case.op, case.bytes, t_min if case.bytes <= SMALL else t_p50, comm.size)
-        compared, why = checked(case, comm.size, self._settings.check)
+        algbw, busbw = bandwidths(case.op, case.bytes, t_min if case.bytes <= SMALL else t_p50, n)
+        compared, why = checked(case, n, self._settings.check)
         note = "; ".join(filter(None, (f"took {took}" if took else "", why)))
         return Row(
-            case.op, devices.backend(self._mesh.device), "torch" if name == TORCH else comm.transport, name, kind,
-            case.dtype, comm.size, case.bytes, case.count, case.in_place, t_min, t_p50, percentile(seconds, 95),
-            percentile(seconds, 99), algbw, busbw, wrong if compared else None, note, **more,
+            case.op, devices.backend(device), transport, way.algorithm, device.type, case.dtype, n, case.bytes,
+            case.count, case.in_place, t_min, t_p50, percentile(seconds, 95), percentile(seconds, 99), algbw, busbw,
+            wrong if compared else None, note, way.memory, **more,
         )  # fmt: skip
 
-    def _overlap(self, case: Case, name: str, buffers: Buffers, seconds: float) -> dict[str, float]:
+    def _overlap(self, case: Case, way: Way, buffers: Buffers, seconds: float) -> dict[str, float]:
         """Put about as much matmul beside an operation as it takes alone. Medians of the slowest rank."""
         side = _MATMUL.get(self._mesh.device.type, 2048)
         a = torch.rand(side, side, device=self._mesh.device)
@@ -190,7 +214,7 @@ class Bench:
         torch.mm(a, a, out=product)
         once = min(self._clock(partial(torch.mm, a, a, out=product)) for _ in range(_COPIES))
         repeat = math.ceil(self._slowest([[seconds / once]])[0][0])
-        start = self._call(case, name, buffers, async_op=True)
+        start = self._call(case, way, buffers, async_op=True)
 
         def matmul() -> None:
             for _ in range(repeat):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -144,9 +145,39 @@ def test_any_hosts_and_any_count(data: st.DataObject) -> None:
         ("reduce", "tree", [0, 16, 16, 16]),
     ],
 )
-def test_bytes_equal_the_formula(operation: str, algorithm: str, expected: list[int]) -> None:
+def test_bytes_of_four_ranks_are_these(operation: str, algorithm: str, expected: list[int]) -> None:
     plans = [plan_for(operation, algorithm, rank, 4, 16, 0, ((0, 1), (2, 3))) for rank in range(4)]
     assert [elements_sent(plan) for plan in plans] == expected
+
+
+def formula(operation: str, algorithm: str, place: int, n: int, number: int) -> Fraction:
+    """What one rank sends, in vectors, by the docstrings. place: from the root; number: of equal hosts."""
+    inside, paired = Fraction(n, number), 1 << (n.bit_length() - 1)
+    if algorithm in ("pairwise", "ring"):
+        return (1 + (operation == "all_reduce")) * Fraction(n - 1, n)
+    if algorithm == "halving_doubling":
+        helper, helped = place >= paired, place < n - paired
+        return Fraction(1) if helper else 2 * Fraction(paired - 1, paired) + helped
+    if algorithm == "hierarchical" and operation == "all_reduce":
+        return 2 * (inside - 1) / inside + 2 * Fraction(number - 1, number) / inside
+    if algorithm == "hierarchical":
+        return (inside - 1) * number / n + Fraction(number - 1, n)
+    if algorithm == "scatter_all_gather":
+        return Fraction(n - 2, n) if place else 2 * Fraction(n - 1, n)
+    if operation == "reduce":
+        return Fraction(place != 0)
+    return Fraction(sum(place < 2**j < n - place for j in range(4)))  # who got it before round j sends in it
+
+
+@pytest.mark.parametrize(("operation", "algorithm"), CASES)
+@pytest.mark.parametrize("n", [2, 3, 4, 5, 7, 8])
+def test_bytes_equal_the_formula(operation: str, algorithm: str, n: int) -> None:
+    count = 840  # every block of every n is whole
+    for number in [h for h in (1, 2, 4, n) if n % h == 0] if algorithm == "hierarchical" else [1]:
+        hosts = spread(n, number)
+        for root in range(n) if operation in ROOTED else (0,):
+            sent = [elements_sent(plan_for(operation, algorithm, r, n, count, root, hosts)) for r in range(n)]
+            assert sent == [count * formula(operation, algorithm, (r - root) % n, n, number) for r in range(n)]
 
 
 def test_hierarchical_crosses_hosts_with_a_part_only() -> None:

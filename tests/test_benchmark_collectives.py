@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import engine
 from benchmarks import collectives_results as results
 from benchmarks.collectives import finish, main, without_nproc
 from benchmarks.collectives_case import (
@@ -27,6 +28,7 @@ from benchmarks.collectives_case import (
     Case,
     Cost,
     Row,
+    Way,
     bandwidths,
     checked,
     iterations_for,
@@ -36,18 +38,22 @@ from benchmarks.collectives_case import (
     plan,
     select_algorithms,
     thresholds,
+    ways,
 )
-from benchmarks.collectives_operations import OPERATIONS, make_buffers
+from benchmarks.collectives_operations import OPERATIONS, in_memory, make_buffers
 from benchmarks.collectives_options import check, parser
+from benchmarks.collectives_plot import _colours
 from benchmarks.collectives_ranks import Ranks
 from benchmarks.collectives_raw import RAW
 from benchmarks.job import cause
+from engine import Layout, Mesh
 from engine.comm.choice import algorithms_of, read_choice
 from engine.errors import UsageError
+from tests.world import World
 
 FIELDS = [
     "op", "backend", "transport", "algorithm", "device", "dtype", "n", "bytes", "count", "in_place", "t_min", "t_p50",
-    "t_p95", "t_p99", "algbw_gbs", "busbw_gbs", "wrong", "note",
+    "t_p95", "t_p99", "algbw_gbs", "busbw_gbs", "wrong", "note", "memory",
 ]  # fmt: skip
 ROW = Row("all_reduce", "gloo", "torch", "ring", "cpu", "float32", 4, 4096, 1024, True, 1.0, 2.0, 3.0, 4.0, 1, 1, 0)
 SMALL_RUN = ["--nproc", "2", "--iterations", "3", "--warmup", "1"]
@@ -61,7 +67,7 @@ def test_bandwidths_are_those_of_nccl_tests() -> None:
     assert {algbw for algbw, _ in found.values()} == {1.0}  # GB/s, 1e9 bytes
     assert {op: busbw for op, (_, busbw) in found.items()} == {
         "all_reduce": 1.5, "broadcast": 1.0, "reduce": 1.0, "reduce_scatter": 0.75, "all_gather": 0.75,
-        "all_to_all": 0.75, "gather": 0.75, "scatter": 0.75, "send_recv": 1.0,
+        "all_to_all": 0.75, "gather": 0.75, "scatter": 0.75, "send_recv": 1.0, "barrier": 1.0,
     }  # fmt: skip
     assert bandwidths("all_reduce", 1_000_000_000, 0.5, 1) == (2.0, 0.0)
     assert bandwidths("all_gather", 1_000_000_000, 1.0, 1) == (1.0, 0.0)
@@ -93,6 +99,7 @@ def test_a_result_that_cannot_be_exact_says_so() -> None:
     assert checked(sums, 16, True) == (False, INEXACT) == (False, "inexact, not checked")
     assert checked(moves, 16, True) == (True, "")
     assert checked(sums, 4, False) == (False, "not checked")
+    assert checked(Case("barrier", "uint8", 0, False, ()), 4, True) == (False, "moves no values")
 
 
 def test_iterations_follow_the_time_of_one() -> None:
@@ -140,12 +147,66 @@ def test_all_names_every_algorithm_and_torchs_own_call() -> None:
     assert select_algorithms("all_reduce", ["chosen", "ring"], 4) == ("chosen", "ring")
 
 
-@pytest.mark.parametrize("op", OPS)
+def test_ways_are_torchs_call_once_and_the_engines_over_each_transport_and_memory() -> None:
+    torchs, over = Way("torch", "torch", "private"), [("torch", "private"), ("shm", "private"), ("shm", "registered")]
+    assert ways(["torch", "ring"], ["torch", "shm"], ["private", "registered"]) == (
+        torchs,
+        *(Way(transport, "ring", memory) for transport, memory in over),
+    )
+    assert ways(["ring"], ["shm"], ["registered"]) == (Way("shm", "ring", "registered"),)
+    assert ways(["torch"], ["shm"], ["registered"]) == (torchs,)
+    assert [str(way) for way in ways(["torch", "ring"], ["shm"], ["registered"])] == [
+        "torch",
+        "ring over shm, registered",
+    ]
+
+
+def test_a_barrier_is_one_case_of_no_bytes() -> None:
+    (case,) = plan(["barrier"], [2, 1000], ["float32", "int8"], ["all"], 3, ["shm"], ["private", "registered"])
+    assert (case.bytes, case.count, case.in_place) == (0, 0, False)
+    assert case.ways == (Way("torch", "torch", "private"), Way("shm", "native", "private"))
+
+
+def buffers_in_memory_of_allocate(mesh: Mesh) -> list[Any]:
+    found: list[Any] = []
+    with engine.init(mesh.layout, device="cpu", transport="shm") as sharing:
+        for op in ("reduce_scatter", "all_gather", "gather", "send_recv"):
+            for in_place in OPS[op].in_place:
+                case = Case(op, "float32", 3000, in_place, ())
+                private = make_buffers(case, 3, mesh.data.rank, mesh.device, True)
+                made = in_memory(private, "registered", case, sharing.data)
+                same = torch.equal(made.x, private.x) and made.expected is private.expected
+                sizes = (len(made.x), len(made.out)) == (len(private.x), len(private.out))
+                apart = made.x.data_ptr() != private.x.data_ptr() and made.out.data_ptr() != private.out.data_ptr()
+                kept = in_memory(private, "private", case, sharing.data) is private
+                found.append((op, in_place, sharing.data.memory()["allocated"], same and sizes and apart and kept))
+                del made
+    return found
+
+
+def test_registered_buffers_lie_in_shared_memory_and_hold_the_same(world: World) -> None:
+    for found in world.run(Layout(data=3), buffers_in_memory_of_allocate):
+        assert found == [
+            ("reduce_scatter", False, 16_000, True), ("reduce_scatter", True, 12_000, True),
+            ("all_gather", False, 16_000, True), ("all_gather", True, 12_000, True),
+            ("gather", False, 16_000, True), ("send_recv", False, 24_000, True),
+        ]  # fmt: skip
+
+
+def test_every_way_has_a_colour_of_its_own() -> None:
+    every = sorted({name for op in OPS for name in algorithms_of(op)})
+    made = ways(["torch", *every], ["torch", "shm"], ["private", "registered"])
+    assert len(set(_colours(made[:22]).values())) == 22
+    assert _colours(made).keys() == set(made)
+    assert list(_colours(ways(["torch", "ring"], ["torch"], ["private"])).values()) == ["black", "#009E73"]
+
+
+@pytest.mark.parametrize("op", [op for op, kind in OPS.items() if not kind.empty])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 def test_what_is_expected_is_what_plain_torch_makes_of_the_inputs(op: str, dtype: str) -> None:
     n, count = 3, 3 * 700
     for in_place in OPS[op].in_place:
-        case = Case(op, dtype, count, in_place, ("native",))
+        case = Case(op, dtype, count, in_place, ())
         ranks = [make_buffers(case, n, rank, torch.device("cpu"), True) for rank in range(n)]
         xs = [each.x.double() for each in ranks]
         assert all((a != b).all() for i, a in enumerate(xs) for b in xs[:i])
@@ -185,12 +246,13 @@ def test_rows_are_compared_by_minimum_up_to_1_mib_and_by_median_above() -> None:
     assert results.slower([small], [replace(small, t_min=1.1)], 0.1) == (1, [])
     assert results.slower([small], [replace(small, t_min=1.2)], 0.1) == (
         1,
-        ["all_reduce ring float32 n=4 1048576 B in place: t_min 1000000.0 -> 1200000.0 us, 1.20x"],
+        ["all_reduce ring over torch, private: float32 n=4 1048576 B in place: t_min 1000000.0 -> 1200000.0 us, 1.20x"],
     )
     assert results.slower([large], [replace(large, t_p50=3.0)], 0.4)[1][0].endswith(
         "t_p50 2000000.0 -> 3000000.0 us, 1.50x"
     )
-    assert results.slower([small], [replace(small, n=2, t_min=5.0)], 0.1) == (0, [])
+    for other in ({"n": 2}, {"transport": "shm"}, {"memory": "registered"}):
+        assert results.slower([small], [replace(small, t_min=5.0, **other)], 0.1) == (0, [])
 
 
 def test_only_named_parts_of_the_environment_are_recorded() -> None:
@@ -203,9 +265,14 @@ def test_only_named_parts_of_the_environment_are_recorded() -> None:
     [
         ([ROW], None, 0, ""),
         ([replace(ROW, wrong=None, note=INEXACT)], None, 0, ""),
-        ([replace(ROW, wrong=3)], None, 1, "error: all_reduce ring float32 4096 B in place: 3 elements are wrong"),
+        (
+            [replace(ROW, wrong=3, transport="shm", memory="registered")],
+            None,
+            1,
+            "error: all_reduce ring over shm, registered: float32 4096 B in place: 3 elements are wrong",
+        ),
         ([ROW], [ROW], 0, ""),
-        ([replace(ROW, t_min=1.2)], [ROW], 1, "error: slower: all_reduce ring float32 n=4 4096 B in place: t_min"),
+        ([replace(ROW, t_min=1.2)], [ROW], 1, "error: slower: all_reduce ring over torch, private: float32 n=4 4096 B"),
         ([ROW], [replace(ROW, n=3)], 1, "error: the baseline has no row of this run"),
     ],
 )
@@ -239,7 +306,8 @@ def whole_run(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("collectives")
     files = {name: folder / f"run.{name}" for name in ("json", "csv", "plot")}
     files["plot"] = folder / "run.png"
-    command = [*SMALL_RUN, "--ops", "all", "--sizes", "1K:4K:4", "--check"]
+    command = [*SMALL_RUN, "--ops", "all", "--sizes", "1K:4K:4", "--check", "--transports", "torch,shm"]
+    command += ["--memory", "private,registered", "--dtypes", "float32"]
     written = [part for name, path in files.items() for part in (f"--{name}", str(path))]
     return {"code": main([*command, *written]), **files}
 
@@ -252,21 +320,30 @@ def test_a_run_is_right_everywhere_and_writes_numbers_and_a_picture(whole_run: d
     assert meta["command"].startswith("python -m benchmarks.collectives --nproc 2 ")
     assert set(meta["environment"]) <= set(results.ENVIRONMENT)
     assert [list(row) for row in rows] == [FIELDS] * len(rows)
-    assert [row["wrong"] for row in rows] == [0] * len(rows)
+    assert [row["wrong"] for row in rows] == [None if row["op"] == "barrier" else 0 for row in rows]
+    media = (("torch", "private"), ("shm", "private"), ("shm", "registered"))
     wanted = {
-        (op, name, dtype, size, in_place)
+        (op, *how, "float32", size, in_place)
         for op, kind in OPS.items()
-        for name in ("torch", *algorithms_of(op))
-        for dtype in ("float32", "bfloat16")
+        for how in (
+            ("torch", "torch", "private"),
+            *((transport, name, memory) for transport, memory in media for name in algorithms_of(op)),
+        )
         for size in (1024, 4096)
         for in_place in kind.in_place
+        if op != "barrier"
+    } | {
+        ("barrier", transport, name, "private", "uint8", 0, False)
+        for transport, name in (("torch", "torch"), ("torch", "native"), ("shm", "native"))
     }
-    assert {(r["op"], r["algorithm"], r["dtype"], r["bytes"], r["in_place"]) for r in rows} == wanted
+    names = ("op", "transport", "algorithm", "memory", "dtype", "bytes", "in_place")
+    assert {tuple(row[name] for name in names) for row in rows} == wanted
     assert len(rows) == len(wanted)
+    assert meta["transports"] == ["torch", "shm"]
     for row in rows:
         assert 0 < row["t_min"] <= row["t_p50"] <= row["t_p95"] <= row["t_p99"] < 60
         assert row["algbw_gbs"] == pytest.approx(row["bytes"] / row["t_min"] / 1e9)
-        assert (row["backend"], row["transport"], row["device"], row["n"]) == ("gloo", "torch", "cpu", 2)
+        assert (row["backend"], row["device"], row["n"]) == ("gloo", "cpu", 2)
     with whole_run["csv"].open() as file:
         lines = list(csv.DictReader(file))
     assert [line["t_p50"] for line in lines] == [str(row["t_p50"]) for row in rows]
@@ -284,7 +361,8 @@ def test_a_corrupted_collective_is_found_and_a_slower_run_too(
     faster, out = tmp_path / "faster.json", tmp_path / "run.json"
     faster.write_text(json.dumps(document))
     command = [*SMALL_RUN, "--ops", "all_gather,all_reduce", "--sizes", "1K", "--dtypes", "float32", "--check"]
-    planted = ["--algorithms", "native,chosen", "--operations", "tests.bench_corrupt:one_element"]
+    planted = ["--algorithms", "native,chosen", "--transports", "torch"]
+    planted += ["--operations", "tests.bench_corrupt:one_element"]
     assert main([*command, *planted, "--json", str(out), "--baseline", str(faster)]) == 1
     rows = json.loads(out.read_text())["rows"]
     wrong = {(row["op"], row["in_place"], row["algorithm"]): row["wrong"] for row in rows}
@@ -293,13 +371,26 @@ def test_a_corrupted_collective_is_found_and_a_slower_run_too(
         ("all_gather", True, "native"): 1, ("all_gather", True, "chosen"): 1,
         ("all_reduce", True, "native"): 0, ("all_reduce", True, "chosen"): 0,
     }  # fmt: skip
-    assert [row["note"] for row in rows if row["algorithm"] == "chosen"] == ["took pairwise"] * 2 + [
-        "took halving_doubling"
-    ]
+    assert [row["note"] for row in rows if row["algorithm"] == "chosen"] == ["took pairwise"] * 2 + ["took native"]
     shown = capfd.readouterr()
-    assert "error: all_gather native float32 1024 B out of place: 1 elements are wrong" in shown.err
+    assert "error: all_gather native over torch, private: float32 1024 B out of place: 1 elements are" in shown.err
     assert "3 of 6 rows are in the baseline; slower by more than 10%: 3" in shown.out
-    assert "error: slower: all_reduce native float32 n=2 1024 B in place: t_min" in shown.err
+    assert "error: slower: all_reduce native over torch, private: float32 n=2 1024 B in place: t_min" in shown.err
+
+
+@pytest.mark.parametrize(("environment", "taken"), [("", "shm"), ("torch", "torch")])
+def test_the_transport_is_by_default_what_the_engine_takes(
+    environment: str, taken: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ENGINE_TRANSPORT", environment)
+    assert check(parser("").parse_args([]), None).transports == (taken,)
+
+
+def test_results_from_before_there_were_memories_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "old.json"
+    old = {name: value for name, value in ROW.to_dict().items() if name != "memory"}
+    path.write_text(json.dumps({"meta": {"benchmark": "collectives"}, "rows": [old]}))
+    assert results.read(path) == (ROW,)
 
 
 def test_what_a_call_costs_is_measured_for_every_variant(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -308,13 +399,18 @@ def test_what_a_call_costs_is_measured_for_every_variant(tmp_path: Path, capfd: 
     document = json.loads(out.read_text())
     meta, rows = document["meta"], document["rows"]
     assert (meta["benchmark"], meta["n"], meta["blocks"]) == ("collectives_overhead", 2, 30)
-    assert [(row["n"], row["call"], row["took"], row["watch"]) for row in rows] == [
-        (2, "torch", "torch", ""),
-        (2, "native", "native", ""), (2, "chosen", "halving_doubling", ""),
-        (2, "native", "native", "ledger"), (2, "chosen", "halving_doubling", "ledger"),
-        (2, "native", "native", "checks"), (2, "chosen", "halving_doubling", "checks"),
-        (1, "chosen", "local", ""), (1, "chosen", "local", "ledger"), (1, "chosen", "local", "checks"),
-    ]  # fmt: skip
+    assert [tuple(row[name] for name in ("n", "transport", "call", "took", "watch")) for row in rows] == [
+        (2, "torch", "torch", "torch", ""),
+        *(
+            (2, transport, call, took, watch)
+            for transport in ("torch", "shm")
+            for watch in ("", "ledger", "checks")
+            for call, took in (("native", "native"), ("chosen", "native"))
+        ),
+        (1, "local", "chosen", "local", ""),
+        (1, "local", "chosen", "local", "ledger"),
+        (1, "local", "chosen", "local", "checks"),
+    ]
     torchs = rows[0]
     for row in rows:
         assert list(row) == [each.name for each in fields(Cost)]
@@ -326,7 +422,7 @@ def test_what_a_call_costs_is_measured_for_every_variant(tmp_path: Path, capfd: 
             assert row[over] == wanted
     shown = capfd.readouterr().out
     assert "all_reduce of one float32 element" in shown
-    assert "chosen (halving_doubling)" in shown
+    assert "chosen (native)" in shown
     with pytest.raises(UsageError, match="it is a result of 'collectives_overhead'"):
         results.read(out)
 
@@ -346,6 +442,7 @@ def test_under_torchrun_it_is_a_rank_and_tunes(tmp_path: Path) -> None:
     assert done.stdout.count("# op ") == 1  # rank 0 alone prints
     rows = json.loads(out.read_text())["rows"]
     assert all(row["t_exposed"] == row["t_together"] - row["t_matmul"] for row in rows)
+    assert {row["transport"] for row in rows} == {"torch"}  # whose choice the file is
     table = read_choice(tuning).table
     assert table.keys() == {(op, 2, 1) for op in ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce")}
     assert all(found[-1][0] == math.inf for found in table.values())
@@ -434,7 +531,20 @@ def test_the_same_words_are_said_by_one_rank(capfd: pytest.CaptureFixture[str]) 
         (["--dtypes", "bflaot16"], "--dtypes: unknown 'bflaot16' (did you mean 'bfloat16'?)"),
         (["--axis", "tensr"], "--axis: unknown 'tensr' (did you mean 'tensor'?)"),
         (["--device", "cdua"], "device='cdua' (did you mean 'cuda'?)"),
-        (["--transports", "shmem"], "--transports: unknown 'shmem': choose torch"),
+        (["--transports", "shmem"], "--transports: unknown 'shmem' (did you mean 'shm'?): choose torch, shm"),
+        (["--nproc", "1", "--transports", "torch,shm"], "--transports torch,shm: a group of one rank has none"),
+        (["--tune", "--out", "x.json", "--transports", "shm"], "--tune chooses between algorithms over torch; shm has"),
+        (["--memory", "shared"], "--memory: unknown 'shared': choose private, registered"),
+        (
+            ["--memory", "registered", "--transports", "torch"],
+            "--memory registered is for transport shm and several ranks, not for torch and n = 4",
+        ),
+        (["--nproc", "1", "--memory", "registered", "--transports", "shm"], "--memory registered is for transport shm"),
+        (
+            ["--memory", "registered", "--transports", "torch,shm"],
+            "--memory registered: transport torch has no other than private: name both",
+        ),
+        (["--ops", "barrier", "--plot", "x.png"], "--plot: barrier has no sizes to draw against: add another"),
         (["--sizes", "1Q"], "--sizes: '1Q' is no size"),
         (["--sizes", "64KB"], "--sizes: '64KB' is no size (did you mean '64K'?)"),
         (["--sizes", "one"], "--sizes: 'one' is no size: write bytes, or K, M, G of 1024"),
@@ -443,6 +553,10 @@ def test_the_same_words_are_said_by_one_rank(capfd: pytest.CaptureFixture[str]) 
         (["--sizes", "2K:1K"], "--sizes: '2K:1K': starts at 2048 bytes, above its end 1024"),
         (["--sizes", "1K:2K:1"], "--sizes: '1K:2K:1': the factor is 1, but sizes grow by at least 2"),
         (["--sizes", "1K:2K:x"], "--sizes: '1K:2K:x': a range is FROM:TO or FROM:TO:FACTOR"),
+        (
+            ["--sizes", "9000G", "--transports", "shm", "--memory", "registered"],
+            "--sizes: 4 ranks x 6 buffers x 9000G = 216,000 GiB",
+        ),
         (["--sizes", "9000G"], "--sizes: 4 ranks x 4 buffers x 9000G = 144,000 GiB, but this machine has"),
         (["--algorithms", "rnig"], "--algorithms: all_reduce has no 'rnig' (did you mean 'ring'?)"),
         (["--algorithms", "native,tree"], "--algorithms: all_reduce has no 'tree'"),
@@ -511,8 +625,11 @@ def test_a_baseline_is_judged_before_the_run_and_only_where_it_is_used(
     monkeypatch.setattr("benchmarks.collectives.start_job", None)
     assert main(["--ops", "all_reduce", "--sizes", "4K", "--nproc", "3", "--baseline", str(path)]) == 2
     assert f"error: --baseline {path}: this run measures none of its 1 rows" in capfd.readouterr().err
-    options = ["--ops", "all_reduce", "--sizes", "4K", "--baseline"]
-    assert check(parser("").parse_args([*options, str(path)]), None).baseline == (ROW,)
+    results.save_json(path, {"benchmark": "collectives"}, [ROW, replace(ROW, algorithm="torch")])
+    with pytest.raises(UsageError, match="this run measures none of its 2 rows"):  # of torch's own, and no engine
+        check(parser("").parse_args(["--sizes", "4K", "--transports", "shm", "--baseline", str(path)]), None)
+    options = ["--ops", "all_reduce", "--sizes", "4K", "--transports", "torch", "--baseline"]
+    assert check(parser("").parse_args([*options, str(path)]), None).baseline == (ROW, replace(ROW, algorithm="torch"))
     for rank, more in (("1", []), ("0", ["--result", "x"])):  # the second was started by us
         monkeypatch.setenv("RANK", rank)
         assert check(parser("").parse_args([*options, "/no/such/file", *more]), 4).baseline is None

@@ -161,3 +161,31 @@ def narrow_in_odd_modes(mesh: engine.Mesh) -> list[float]:
 
 def test_narrow_sums_of_inference_tensors_and_parameters(world: World) -> None:
     assert world.run(Layout(data=2), narrow_in_odd_modes) == [[2.0] * 4] * 2
+
+
+def groups_made(rank: int, size: int, store: str) -> tuple[list[tuple[int, ...]], dict[str, float]]:
+    """Open a cube and return which groups this rank had made, in order, and its sums over the axes."""
+    made, new_group = [], dist.new_group
+
+    def noted(ranks: list[int], **options: Any) -> Any:
+        made.append(tuple(ranks))
+        return new_group(ranks, **options)
+
+    dist.new_group = noted
+    try:
+        where: Any = {"store": dist.FileStore(store, size), "rank": rank, "world_size": size}
+        with engine.init(Layout(data=2, pipeline=2, tensor=2), device="cpu", timeout=30, **where) as mesh:
+            axes = ("data", "tensor", "pipeline")
+            return made, {axis: getattr(mesh, axis).all_reduce(torch.tensor(float(rank))).item() for axis in axes}
+    finally:
+        dist.new_group = new_group
+
+
+def test_every_rank_makes_the_same_groups_in_the_same_order(world: World) -> None:
+    tensor = [(0, 1), (2, 3), (4, 5), (6, 7)]
+    data = [(0, 2), (1, 3), (4, 6), (5, 7)]
+    pipeline = [(0, 4), (1, 5), (2, 6), (3, 7)]
+    for rank, (made, sums) in enumerate(world.run(8, groups_made, mesh=False)):
+        assert made == tensor + data + pipeline, rank
+        groups = {"data": data, "tensor": tensor, "pipeline": pipeline}
+        assert sums == {axis: float(sum(next(g for g in table if rank in g))) for axis, table in groups.items()}

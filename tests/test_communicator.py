@@ -38,6 +38,10 @@ def call_with_peers(mesh: Mesh, peer: int) -> dict[str, Any]:
         "exchange": comm.exchange([(torch.tensor([mine]), other)], [(torch.empty(1), other)])[0].item(),
         "gathered": comm.all_gather(torch.tensor([mine])).tolist(),
         "scattered": comm.reduce_scatter(torch.tensor([10.0, 20.0])).item(),
+        "gather": comm.gather(torch.tensor([mine]), peer),
+        "scatter": comm.scatter(
+            [torch.tensor([10 * mine + part]) for part in range(2)] if comm.rank == peer else None, torch.empty(1), peer
+        ).item(),
     }
     if comm.rank == peer:
         comm.send(torch.tensor([mine]), other)
@@ -59,8 +63,36 @@ def test_peers_are_positions_inside_the_group(world: World, peer: int) -> None:
             "exchange": group[1 - position],
             "gathered": group,
             "scattered": [20.0, 40.0][position],
+            "gather": [torch.tensor([float(member)]) for member in group] if rank == chosen else None,
+            "scatter": 10.0 * chosen + position,
             "recv": None if rank == chosen else chosen,
         }
+
+
+def call_anothers(mesh: Mesh) -> dict[str, Any]:
+    """What a rank holds of the groups of ranks that it is not in."""
+    names = ("data", "tensor", "pipeline", "world")
+    communicators = [each for each in vars(mesh).values() if isinstance(each, engine.Communicator)]
+    result = {
+        "held": sorted(each.name for each in communicators),
+        "member": all(each.ranks[each.rank] == mesh.rank for each in communicators),
+        "outside": outcome(lambda: mesh.data.broadcast(torch.zeros(1), 2)),  # 2 is a rank of the world, not of a group
+        "sums": None,
+    }
+    # Both groups of the axis call at the same time, each only its own: neither waits for the other's or hears of it.
+    if mesh.tensor.rank == 0:
+        result["sums"] = [mesh.data.all_reduce(torch.tensor(10.0**mesh.rank)).item() for _ in range(3)]
+    assert result["held"] == sorted(names)
+    mesh.world.barrier()
+    return result
+
+
+def test_a_rank_has_communicators_of_its_own_groups_only(world: World) -> None:
+    for rank, got in enumerate(world.run(Layout(data=2, tensor=2), call_anothers)):
+        assert got["member"]
+        assert got["outside"][0] == "UsageError"
+        assert "src=2 is outside the group" in got["outside"][1]
+        assert got["sums"] == ([101.0] * 3 if rank in (0, 2) else None)
 
 
 # ---- every axis of a cube ----------------------------------------------------------------------------------

@@ -185,3 +185,34 @@ def test_lazily_negated_views_are_carried_by_value(world: World) -> None:
             "all_gather": [-2.0, -3.0],
             "exchange": (-3.0, -2.0)[rank],
         }
+
+
+# ---- many flags ------------------------------------------------------------------------------------------------------
+
+
+class Alike:
+    """A transport of 256 ranks that all hold what this one holds, reduced in the dtype that is handed to it."""
+
+    name, ranks = "alike", tuple(range(256))
+
+    def all_reduce(self, x: Tensor, op: str) -> list[Any]:
+        x.copy_(getattr(torch.stack([x.clone()] * 256), {"max": "amax", "min": "amin"}.get(op, op))(0).to(x.dtype))
+        return []
+
+    def exchange(self, *_: Any) -> list[Any]:
+        raise AssertionError("the flags of 256 ranks are reduced by the backend's own call")
+
+    def wait(self, works: list[Any]) -> None:
+        assert not works
+
+
+def test_256_flags_do_not_overflow_to_none() -> None:
+    transport: Any = Alike()
+    comm = engine.Communicator("data", range(256), 3, torch.device("cpu"), where="rank 3", transport=transport)
+    x = torch.ones(1, dtype=torch.uint8)
+    transport.all_reduce(x, "sum")
+    assert x.item() == 0, "the mistake that this test is for"
+    assert (comm.any(True), comm.any(False)) == (True, False)
+    for op in ("sum", "max", "min", "prod"):
+        for value in (True, False):
+            assert comm.all_reduce(torch.tensor([value]), op, algorithm="native").tolist() == [value], op

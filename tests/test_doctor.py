@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import signal
 import socket
@@ -13,8 +14,10 @@ from pathlib import Path
 
 import pytest
 
+import engine
 from engine.comm import doctor
-from engine.comm.doctor import Child, Finding, TorchFacts
+from engine.comm.doctor import Child, Finding, MemoryFacts, TorchFacts
+from engine.comm.doctor_checks import STAGING_GROUPS, STAGING_MIB
 
 MIB = 2**20
 INTERFACES = ["lo", "eth0", "eth1"]
@@ -175,8 +178,63 @@ def test_a_port_that_is_listened_on_is_taken() -> None:
     ("total", "free", "status"),
     [(8192, 4096, "ok"), (64, 64, "warning"), (8192, 63, "warning"), (65, 65, "ok"), (0, 0, "warning")],
 )
-def test_shared_memory(total: int, free: int, status: str) -> None:
-    expect(doctor.check_shared_memory(total * MIB, free * MIB), status, f"{free} of {total} MiB")
+def test_dev_shm(total: int, free: int, status: str) -> None:
+    expect(doctor.check_dev_shm(total * MIB, free * MIB), status, f"{free} of {total} MiB")
+
+
+@pytest.mark.parametrize(
+    ("facts", "asked", "status", "words"),
+    [
+        (MemoryFacts("shm"), "", "ok", ["take shm (ENGINE_TRANSPORT is not set)", "memfd_create"]),
+        (MemoryFacts("torch"), "torch", "ok", ["take torch (ENGINE_TRANSPORT=torch)"]),
+        (
+            MemoryFacts("torch", missing="memfd_create"),
+            "",
+            "warning",
+            ["take torch", "this system has no memfd_create"],
+        ),
+        (MemoryFacts(error="UsageError: choose"), "shn", "failure", ["none: ENGINE_TRANSPORT=shn: UsageError: choose"]),
+        (MemoryFacts(error="torch cannot be imported"), "", "failure", ["imported", "mend what torch says"]),
+    ],
+)
+def test_transport(facts: MemoryFacts, asked: str, status: str, words: list[str]) -> None:
+    expect(doctor.check_transport(facts, asked), status, *words)
+
+
+@pytest.mark.parametrize(
+    ("facts", "status", "words"),
+    [
+        (MemoryFacts("shm", "", 9000 * MIB, "MemAvailable"), "ok", ["9,000 MiB may be taken (MemAvailable)"]),
+        (MemoryFacts("shm", "", 256 * MIB, "MemAvailable"), "ok", ["256 MiB"]),
+        (
+            MemoryFacts("shm", "", 256 * MIB - 1, "memory cgroup /job: limit 512.0 MiB, in use 256.1 MiB"),
+            "warning",
+            ["255 MiB may be taken (memory cgroup /job: limit 512.0 MiB", "up to 256 MiB", "staging_mib"],
+        ),
+        (MemoryFacts("shm", "", 9000 * MIB, "", "PermissionError: memfd"), "failure", ["PermissionError", "seccomp"]),
+        (MemoryFacts("torch", "", 9000 * MIB, "", "PermissionError: memfd"), "warning", ["PermissionError"]),
+        (MemoryFacts("torch", "memfd_create"), "ok", ["not looked at"]),
+        (MemoryFacts(error="torch cannot be imported"), "ok", ["not looked at"]),
+    ],
+)
+def test_shared_memory(facts: MemoryFacts, status: str, words: list[str]) -> None:
+    expect(doctor.check_shared_memory(facts), status, *words)
+
+
+def test_memory_is_looked_at_as_the_engine_does() -> None:
+    plain = {name: value for name, value in os.environ.items() if name != "ENGINE_TRANSPORT"}
+    facts = doctor.look_at_memory(plain)
+    assert (facts.transport, facts.missing, facts.error) == ("shm", "", "")
+    assert facts.available > 0
+    assert facts.bound == "MemAvailable" or facts.bound.startswith("memory cgroup ")
+    wrong = doctor.look_at_memory({**plain, "ENGINE_TRANSPORT": "shn"})
+    assert wrong.transport == ""
+    assert wrong.error.startswith("UsageError: transport='shn'")
+
+
+def test_the_staging_that_is_asked_for_is_the_engines_default() -> None:
+    assert inspect.signature(engine.init).parameters["staging_mib"].default == STAGING_MIB
+    assert len(engine.layout.AXES) + 1 == STAGING_GROUPS
 
 
 @pytest.mark.parametrize(
@@ -323,8 +381,8 @@ def test_dead_probe_is_a_finding(tmp_path: Path) -> None:
 def test_whole_run() -> None:
     result = run(["-m", "engine.comm.doctor", "--device", "cpu"], dict(os.environ))
     assert result.returncode == 0, result.stdout + result.stderr
-    names = ("torch", "torch_npu, CANN", "backends", "address", "interfaces", "ports", "shared memory", "open files")
-    for name in (*names, "all-reduce"):
+    names = ("torch", "torch_npu, CANN", "backends", "address", "interfaces", "ports", "transport", "shared memory")
+    for name in (*names, "/dev/shm", "open files", "all-reduce"):
         assert any(line[9:].startswith(f"{name} ") for line in result.stdout.splitlines()), (name, result.stdout)
     assert "ms for 1 MiB" in result.stdout
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -399,3 +401,9 @@ def test_an_existing_default_group_is_used_and_left_open(world: World) -> None:
             "data(3) x pipeline(1) x tensor(1) = 3 ranks, but 4 were started: raise data to 4 or start 3",
         )
         assert (total, in_axis, still) == (6.0, 2.0 if rank % 2 == 0 else 4.0, 4.0)
+
+
+def test_every_argument_of_init_is_described() -> None:
+    told = str(engine.init.__doc__)
+    missing = [name for name in inspect.signature(engine.init).parameters if not re.search(rf"\b{name}\b[,:]", told)]
+    assert not missing

@@ -86,20 +86,27 @@ class World:
         self._runs = 0
 
     def run(
-        self, layout: Layout | int, function: Callable[..., Any], *args: Any, timeout: float = 60.0, mesh: bool = True
+        self,
+        layout: Layout | int,
+        function: Callable[..., Any],
+        *args: Any,
+        timeout: float = 60.0,
+        mesh: bool = True,
+        **options: Any,
     ) -> list[Any]:
         """Call `function(mesh, *args)` on every rank of `layout`; return the results in rank order.
 
         `function` is at module level; arguments and results are pickled by value. With `mesh=False` no mesh is opened
         and the function gets (rank, size, path of a fresh store file, *args). `timeout`: seconds until the ranks are
-        taken to hang.
+        taken to hang. `options`: for `engine.init`; a test of one transport names it here.
         """
         size = layout if isinstance(layout, int) else layout.world_size
         while len(self._ranks) < size:
             self._start(len(self._ranks))
         self._runs += 1
         store = os.path.join(self._folder.name, f"store-{self._runs}")
-        task = pickle.dumps((function.__module__, function.__qualname__, layout if mesh else None, size, store, args))
+        where = (layout if mesh else None, options, size, store)
+        task = pickle.dumps((function.__module__, function.__qualname__, *where, args))
         for rank in self._ranks[:size]:
             rank.pipe.send_bytes(task)
         try:
@@ -204,7 +211,14 @@ def _pickled(report: _Report) -> bytes:
 
 
 def _execute(
-    rank: int, module: str, name: str, layout: Layout | None, size: int, store: str, args: tuple[Any, ...]
+    rank: int,
+    module: str,
+    name: str,
+    layout: Layout | None,
+    options: dict[str, Any],
+    size: int,
+    store: str,
+    args: tuple[Any, ...],
 ) -> Any:
     function = getattr(importlib.import_module(module), name)
     torch.manual_seed(0)
@@ -221,5 +235,6 @@ def _execute(
         store=dist.FileStore(store, size),
         rank=rank,
         world_size=size,
+        **options,
     ) as mesh:
         return function(mesh, *args)

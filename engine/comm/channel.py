@@ -96,7 +96,7 @@ class Channel:
 
     @property
     def transport(self) -> str:
-        """How bytes move: `torch`, `local` for a group of one, `plan` for a mesh without processes."""
+        """How bytes move: `torch`, `shm`, `local` for a group of one, `plan` for a mesh without processes."""
         if self._planned:
             return "plan"
         return self._transport.name if self._transport else "local"

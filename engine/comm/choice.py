@@ -77,6 +77,8 @@ def default_thresholds(operation: str, size: int, hosts: int) -> Thresholds:
     if operation in ("reduce_scatter", "all_gather"):
         return ((_ANY, "pairwise" if hosts == 1 else "hierarchical"),)
     if operation == "all_reduce":
+        if size == 2:
+            return ((1 << 25, NATIVE), (_ANY, "pairwise"))
         quick = "halving_doubling" if size & (size - 1) == 0 else "pairwise" if size <= _FEW else NATIVE
         large = "hierarchical" if hosts > 1 else "pairwise" if size <= _FEW else NATIVE
         return ((1 << 20, quick), (1 << 25, NATIVE if hosts == 1 else large), (_ANY, large))

@@ -43,6 +43,8 @@ Wire = torch.dtype | None
 class Communicator(Agreement):
     """The collectives of one group. `engine.init` makes one for each axis; pass it to whatever communicates.
 
+    A rank has communicators of the groups that it is in and of no others, so nobody can call from outside a group.
+
     In-place calls act on the caller's own tensor, whatever its strides. A tensor that takes part in a gradient is
     refused: the differentiable pairs are in `engine.comm.autograd`. Tensor calls take `async_op=True` and then return
     a `Work`.

@@ -32,17 +32,20 @@ from engine.comm.doctor_checks import (
     BACKENDS,
     Child,
     Finding,
+    MemoryFacts,
     TorchFacts,
     answer_of,
     check_address,
     check_all_reduce,
     check_backends,
+    check_dev_shm,
     check_interfaces,
     check_open_files,
     check_ports,
     check_shared_memory,
     check_torch,
     check_torch_npu,
+    check_transport,
     last_line,
 )
 
@@ -130,6 +133,43 @@ def _describe_torch(folder: str, load_npu: str) -> None:  # noqa: ARG001
     sys.stdout.write(f"\ndoctor:{json.dumps(found)}\n")
 
 
+def look_at_memory(environment: Mapping[str, str], *, limit: float = PROBE_LIMIT) -> MemoryFacts:
+    """Ask the engine in a child which transport CPU ranks take, and try the memory that they would share."""
+    root = str(Path(__file__).parents[2])
+    (child,) = run_children(_describe_memory, [[root]], {**environment, AUTOLOAD: "0"}, limit)
+    if child.code == 0 and (answer := answer_of(child)):
+        return MemoryFacts(**json.loads(answer))
+    ended = f"not done within {limit:g} s" if child.code is None else f"died with status {child.code}"
+    return MemoryFacts(error=f"{ended}: {last_line(child.errors)}")
+
+
+def _describe_memory(folder: str, root: str) -> None:  # noqa: ARG001
+    """Print MemoryFacts as JSON. Runs in a child."""
+    import json
+    import os
+    import sys
+
+    sys.path.insert(0, root)
+    found: dict[str, object] = {}
+    try:
+        import torch
+
+        from engine.comm.shm import missing
+        from engine.comm.shm.memory import available, map_segment, reserve
+        from engine.comm.start import choose_transport
+
+        found["missing"] = missing()
+        found["transport"] = choose_transport(None, torch.device("cpu"))
+        if not found["missing"]:
+            found["available"], found["bound"] = available()
+            descriptor = reserve(1 << 20, "the doctor")
+            map_segment(descriptor, 1 << 20).fill_(1)
+            os.close(descriptor)
+    except BaseException as error:
+        found["error"] = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    sys.stdout.write(f"\ndoctor:{json.dumps(found)}\n")
+
+
 def _all_reduce_one_mib(folder: str, rank: str) -> None:
     """All-reduce 1 MiB a hundred times as one of two ranks and print the median seconds. Runs in a child."""
     import statistics
@@ -177,6 +217,7 @@ def gather(device: str, hosts: int, *, all_reduce: bool) -> list[Finding]:
     address = _resolve(host)
     shm = os.statvfs("/dev/shm") if os.path.isdir("/dev/shm") else None
     sizes = (shm.f_blocks * shm.f_frsize, shm.f_bavail * shm.f_frsize) if shm else (0, 0)
+    memory = look_at_memory(environment) if plain.version else MemoryFacts(error="torch cannot be imported")
     findings = [
         check_torch(plain),
         check_torch_npu(plain, loaded, device, home, _cann_version(home)),
@@ -184,7 +225,9 @@ def gather(device: str, hosts: int, *, all_reduce: bool) -> list[Finding]:
         check_address(host, address, environment, hosts),
         check_interfaces(environment, [name for _, name in socket.if_nameindex()], hosts),
         check_ports(environment, {host, address}, _listen),
-        check_shared_memory(*sizes),
+        check_transport(memory, environment.get("ENGINE_TRANSPORT", "")),
+        check_shared_memory(memory),
+        check_dev_shm(*sizes),
         check_open_files(*resource.getrlimit(resource.RLIMIT_NOFILE)),
     ]
     if not all_reduce:

@@ -18,6 +18,7 @@ BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
 AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 _INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "HCCL_SOCKET_IFNAME")
 _MIB = 2**20
+STAGING_GROUPS, STAGING_MIB = 4, 64  # data, tensor, pipeline and world; the default of engine.init
 _CANN_FOR = {
     **dict.fromkeys(("2.7.1", "2.8.0"), "8.3.RC1"),
     **dict.fromkeys(("2.7.1.post2", "2.8.0.post2", "2.9.0"), "8.5.0"),
@@ -46,6 +47,21 @@ class TorchFacts:
     npu_devices: int = 0
     npu_installed: bool = False
     npu_version: str = ""
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class MemoryFacts:
+    """What a child process saw of shared memory between CPU ranks. `error`: why it saw nothing, or not all."""
+
+    transport: str = ""
+    """What `engine.init` takes; empty: it refuses, `error` says why."""
+    missing: str = ""
+    """What the system lacks."""
+    available: int = 0
+    """Bytes that a process may still take."""
+    bound: str = ""
+    """What says so: the machine, or a memory cgroup with its limit."""
     error: str = ""
 
 
@@ -174,13 +190,43 @@ def check_ports(environment: Mapping[str, str], own_names: Collection[str], list
     return Finding("ports", "ok", f"{text}; MASTER_PORT={port} is free")
 
 
-def check_shared_memory(total: int, free: int) -> Finding:
+def check_transport(facts: MemoryFacts, asked: str) -> Finding:
+    """Say how bytes will move between CPU ranks of one host. asked: ENGINE_TRANSPORT."""
+    why = f"ENGINE_TRANSPORT={asked}" if asked else "ENGINE_TRANSPORT is not set"
+    if not facts.transport:
+        fix = "set ENGINE_TRANSPORT to torch, or unset it" if asked else "first mend what torch says"
+        return Finding("transport", "failure", f"none: {why}: {facts.error}", fix)
+    text = f"CPU ranks of one host take {facts.transport} ({why})"
+    if facts.missing:
+        fix = "nothing has to be done; shm, which is faster, needs Linux with /proc mounted"
+        return Finding("transport", "warning", f"{text}: this system has no {facts.missing}", fix)
+    return Finding("transport", "ok", f"{text}; memfd_create, posix_fallocate, SO_PEERCRED and /proc/self/fd are there")
+
+
+def check_shared_memory(facts: MemoryFacts) -> Finding:
+    """Judge what ranks of this host may still take, against the staging of a mesh's four groups at its default."""
+    name, wanted = "shared memory", STAGING_GROUPS * STAGING_MIB
+    instead = "or set ENGINE_TRANSPORT=torch"
+    if facts.missing or not facts.transport:
+        return Finding(name, "ok", "not looked at, since no rank can take it")
+    if facts.error:
+        fix = f"let this process use memfd_create and map it (seccomp, /proc, ulimit -f), {instead}"
+        return Finding(name, "failure" if facts.transport == "shm" else "warning", facts.error, fix)
+    text = f"{facts.available // _MIB:,} MiB may be taken ({facts.bound}), 1 MiB was reserved and mapped"
+    if facts.available < wanted * _MIB:
+        fix = f"free memory, raise the limit (docker --memory), give engine.init a smaller staging_mib, {instead}"
+        text = f"{text}; {STAGING_GROUPS} groups x staging_mib={STAGING_MIB} are up to {wanted} MiB"
+        return Finding(name, "warning", text, fix)
+    return Finding(name, "ok", text)
+
+
+def check_dev_shm(total: int, free: int) -> Finding:
     """Judge the size of /dev/shm, in bytes (total 0: there is none). Docker's default of 64 MiB is too small."""
-    text = f"/dev/shm: {free // _MIB} of {total // _MIB} MiB free"
+    text = f"{free // _MIB} of {total // _MIB} MiB free, for workers of data loaders and NCCL; the engine takes none"
     if free <= 64 * _MIB:
-        fix = "free some, or start the container with --shm-size=8g or --ipc=host"
-        return Finding("shared memory", "warning", f"{text}, more than 64 MiB are wanted", fix)
-    return Finding("shared memory", "ok", text)
+        fix = "if you use those: free some, or start the container with --shm-size=8g or --ipc=host"
+        return Finding("/dev/shm", "warning", f"{text}; more than 64 MiB are wanted", fix)
+    return Finding("/dev/shm", "ok", text)
 
 
 def check_open_files(soft: int, hard: int) -> Finding:

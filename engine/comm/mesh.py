@@ -25,17 +25,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from engine import device as devices
+from engine.comm.algorithms.run import host_tag
 from engine.comm.channel import Instruments
 from engine.comm.choice import Choice
 from engine.comm.communicator import Communicator
 from engine.comm.groups import ORDER, check_existing_group, hosts_of, make_groups, open_world, share
+from engine.comm.hosts import HostsTransport
 from engine.comm.ledger import Ledger
 from engine.comm.monitor import Monitor, reachable_interface
 from engine.comm.rendezvous import agree, find_ranks, this_host
-from engine.comm.shm import Listener, SharedMemoryTransport, open_groups, own_address
+from engine.comm.shm import Listener, SharedMemoryTransport, hosts_with_memory, open_groups, own_address
 from engine.comm.start import check_arguments, choose, choose_transport, select_device
-from engine.comm.transport import TorchTransport, Transport
-from engine.errors import UsageError
+from engine.comm.transport import BackendError, TorchTransport, Transport
+from engine.errors import CommunicationError, UsageError
 from engine.layout import AXES, Coordinate, Layout
 
 _SPACES = 511  # with 4 communicators each and 2**20 tags, a tag stays below 2**31
@@ -168,12 +170,14 @@ def init(
     layout: the axis sizes; data=-1 fills up. device: auto, cpu, cuda or npu. timeout: seconds that any collective may
     take. init_timeout: seconds to wait for all ranks to join. seed: seeds the layers of PipelineModel and the streams
     of TrainStep; torch's own generator is left alone. checks: compare every collective over its group before it runs;
-    None: as ENGINE_CHECKS=1 says. transport: how bytes move: `torch`, or `shm` inside each
-    host, shared memory; None: ENGINE_TRANSPORT, or else shm where there is such (Linux, CPU). algorithm: take
-    this one for every collective that has it; None: ENGINE_ALGORITHM. tuning: a file of measured choices between
-    algorithms on gloo; None: ENGINE_COMM_TUNING, or else built-in rules. host: a name for the machine that this rank is
-    on, by which hierarchical algorithms group ranks; None: found out. store, rank, world_size: all three together
-    replace torchrun's environment.
+    None: as ENGINE_CHECKS=1 says. transport: how bytes move: `torch`, torch's process groups, or `shm`, shared memory,
+    in every group whose ranks are all on one host; None: ENGINE_TRANSPORT, or else shm where there is such (Linux,
+    CPU). algorithm: take this one for every collective that has it; None: ENGINE_ALGORITHM. tuning: a file of measured
+    choices between algorithms on gloo; None: ENGINE_COMM_TUNING, or else built-in rules. host: a name for the machine
+    that this rank is on, by which hierarchical algorithms group ranks and ranks share memory; None: found out.
+    staging_mib: MiB of shared memory that each group may take on a host, all its ranks together, for tensors that do
+    not come from `Communicator.allocate`; taken on first use, less where memory is short. store, rank, world_size: all
+    three together replace torchrun's environment.
 
     torch's default process group over the world is made, unless one exists: that one is then used, and left open by
     `close`. A layout of one process needs neither torchrun nor a group.
@@ -246,7 +250,7 @@ def _open(
     """
     made: list[dist.ProcessGroup] = []
     monitor: Monitor | None = None
-    inside: dict[str, SharedMemoryTransport] = {}
+    inside: dict[str, Transport] = {}
 
     def close_groups() -> None:
         while made:
@@ -264,7 +268,7 @@ def _open(
         # Meshes may share a process group: rank 0's token tells this one's messages from another's.
         space = int(addresses[0].rpartition(":")[2][:4], 16) % _SPACES
         if shared is not None:
-            inside = _share_memory(layout, rank, names, world, device, *shared)
+            inside = _share_memory(groups, rank, names, device, shared, space)
         mesh = _mesh(
             layout, rank, device, seed, {**groups, **inside}, groups, close_groups,
             instruments=instruments, names=names, space=space,
@@ -272,37 +276,56 @@ def _open(
         monitor.watch((mesh.world, mesh.data, mesh.tensor, mesh.pipeline), addresses)
         for comm in (mesh.world, *(getattr(mesh, axis) for axis in ORDER)):
             comm.barrier()
-    except BaseException:
+    except BaseException as error:
         for each in inside.values():
             each.close()
         close_groups()
         if monitor is not None:
             monitor.close()
+        if isinstance(error, BackendError):
+            raise CommunicationError(
+                f"rank {rank} of {layout.world_size} lost another while opening: {error}"
+            ) from error
         raise
     atexit.register(mesh.close)
     return mesh
 
 
+def _space(space: int, name: str) -> int:
+    """Return the range of message tags of one of the mesh's communicators."""
+    return 4 * space + ("world", *AXES).index(name)
+
+
 def _share_memory(
-    layout: Layout,
+    groups: Mapping[str, TorchTransport],
     rank: int,
     names: Sequence[str],
-    world: TorchTransport,
     device: torch.device,
-    limit: float,
-    staging: int,
-) -> dict[str, SharedMemoryTransport]:
-    """Return this rank's transports for the groups that lie on one host."""
+    shared: tuple[float, int],
+    space: int,
+) -> dict[str, Transport]:
+    """Return this rank's transports for the groups of which some ranks share memory. names: the host of every global
+    rank; shared: the time limit of a call and the bytes that each group may take; space: see `_mesh`.
+    """
     listener = Listener()
+    limit, staging = shared
+    made: dict[str, SharedMemoryTransport] = {}
     try:
-        addresses = share(own_address(listener), world, device)
-        ranks: dict[str, Sequence[int]] = {"world": range(layout.world_size)}
-        ranks |= {axis: layout.ranks(axis, rank) for axis in ORDER}
-        here = {name: [r for r in each if names[r] == names[rank]] for name, each in ranks.items()}
-        found = open_groups(here, rank, listener, addresses, limit=limit, staging=staging)
-        return {name: each for name, each in found.items() if len(here[name]) == len(ranks[name])}
+        addresses = share(own_address(listener), groups["world"], device)
+        where = hosts_with_memory(names, addresses)
+        here = {name: [r for r in group.ranks if where[r] == where[rank]] for name, group in groups.items()}
+        made = open_groups(here, rank, listener, addresses, limit=limit, staging=staging)
     finally:
         listener.close()
+    found: dict[str, Transport] = {}
+    for name, group in groups.items():
+        hosts = hosts_of(group.ranks, where)
+        if len(hosts) == 1:
+            found[name] = made[name]
+        elif any(len(host) > 1 for host in hosts):
+            tag = host_tag(_space(space, name))
+            found[name] = HostsTransport(group.ranks.index(rank), hosts, made.get(name), group, tag)
+    return found
 
 
 def plan_mesh(layout: Layout, rank: int, *, seed: int = 0) -> Mesh:
@@ -332,7 +355,7 @@ def _mesh(
     coordinate = layout.coordinate(rank)
     where = f"rank {rank} ({coordinate})"
     communicators: dict[str, Communicator] = {}
-    for number, axis in enumerate(AXES, start=1):
+    for axis in AXES:
         ranks = layout.ranks(axis, rank)
         communicators[axis] = Communicator(
             axis,
@@ -343,7 +366,7 @@ def _mesh(
             transport=transports.get(axis),
             planned=planned and len(ranks) > 1,
             hosts=hosts_of(ranks, names),
-            space=4 * space + number,
+            space=_space(space, axis),
             instruments=instruments,
         )
     everyone = range(layout.world_size)
@@ -356,7 +379,7 @@ def _mesh(
         transport=transports.get("world"),
         planned=planned,
         hosts=hosts_of(everyone, names),
-        space=4 * space,
+        space=_space(space, "world"),
         instruments=instruments,
     )
     return Mesh(layout, rank, device, seed, communicators, groups, close_groups, instruments)

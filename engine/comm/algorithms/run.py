@@ -16,7 +16,7 @@ from engine.comm.algorithms.plan import Plan, Round
 from engine.comm.arguments import outside_autograd
 from engine.comm.transport import Transport, Works
 
-_TAGS = (1 << 20) - 2
+_TAGS = (1 << 20) - 3
 _KEPT = 2  # scratch buffers that stay with a group between operations
 _COMBINE: dict[str, Callable[..., Tensor]] = {
     "sum": torch.add,
@@ -36,6 +36,11 @@ class Operation:
         process's own reasons.
         """
         raise NotImplementedError
+
+
+def host_tag(space: int) -> int:
+    """Return the tag of messages between the leaders of hosts, in a group's range of tags."""
+    return (space << 20) + _TAGS + 2
 
 
 class Messenger:

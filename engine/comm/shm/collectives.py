@@ -33,7 +33,8 @@ _STEP = 1 << 18  # bytes that a sum over more than two ranks handles at a time, 
 _KEPT = 1024  # sizes whose views of the slots are kept
 _DIRECT = 1 << 18  # bytes above which a second meeting costs less than a copy
 _PIECE = 1 << 20  # bytes of a slot, where the bound on staging allows it
-_LEAST = 1 << 16  # bytes of the smallest slot
+_LEAST = 1 << 12  # bytes of the smallest slot; a page
+_WIDEST = 16  # bytes of the largest element
 _BARRIER = words.head("barrier", "", torch.uint8, 0, -1)
 
 
@@ -218,6 +219,9 @@ class Collectives:
     def _exchanged(self, head: bytes, v: Tensor, part: int, start: int, stop: int) -> list[Tensor]:
         """Put elements [start, stop) of every block of `v` out, and return this rank's block of every rank's."""
         count, turn = stop - start, self._turn
+        if count == part:
+            first = self._rank * part
+            return [slot[first : first + part] for slot in self._gathered(head, v)]
         mine = _part(self._slots[turn][self._rank], v, 0, count * self._size)
         mine.view(self._size, count).copy_(v.view(self._size, part)[:, start:stop])
         self._meet(head)
@@ -254,7 +258,8 @@ class Collectives:
         if known is None:
             if len(self._views) >= _KEPT:
                 self._views.clear()
-            known = self._views[key] = [[_part(slot, v, 0, v.numel()) for slot in slots] for slots in self._slots]
+            with torch.inference_mode(False):  # a view made inside that mode could not be written outside it
+                known = self._views[key] = [[_part(slot, v, 0, v.numel()) for slot in slots] for slots in self._slots]
         return known[self._turn]
 
     def _meet(self, word: bytes) -> list[bytes]:
@@ -271,15 +276,16 @@ class Collectives:
         if self._slot:
             return
         kinds = 2 if self._size == 2 else 4
-        slot = max(_LEAST, min(_PIECE, self._staging // (kinds * self._size)) // _LEAST * _LEAST)
+        least = -(-_WIDEST * self._size // _LEAST) * _LEAST  # an element for each rank
+        slot = max(least, min(_PIECE, self._staging // (kinds * self._size)) // _LEAST * _LEAST)
         while True:
             try:
                 _, parts = self._segments.new(kinds * slot, "staging", keep=True)
                 break
             except MemoryShortageError:
-                if slot == _LEAST:
+                if slot == least:
                     raise
-                slot = max(_LEAST, slot // 2 // _LEAST * _LEAST)
+                slot = max(least, slot // 2 // _LEAST * _LEAST)
         rows = [[part[k * slot : (k + 1) * slot] for part in parts] for k in range(kinds)]
         self._slots, self._sums, self._slot = rows[:2], rows[2:], slot
 

@@ -14,6 +14,7 @@ import select
 import socket
 import struct
 import time
+import weakref
 from collections.abc import Mapping, Sequence
 
 from engine.comm.transport import BackendError
@@ -127,6 +128,18 @@ def _check_owner(peer: socket.socket) -> None:
         )
 
 
+def close_in_children(sockets: Sockets) -> None:
+    """Let processes that this one forks, say a loader's workers, close its sockets: these must end when it does."""
+    known = [weakref.ref(each) for each in sockets.values()]
+
+    def close() -> None:
+        for reference in known:
+            if (each := reference()) is not None:
+                each.close()
+
+    os.register_at_fork(after_in_child=close)
+
+
 class Links:
     """The meeting point of one group."""
 
@@ -142,6 +155,7 @@ class Links:
         for peer in sockets.values():
             peer.setblocking(True)
             peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, int(_SLICE * 1e6)))
+        close_in_children(sockets)
         self._send = [(j, sockets[j].send) for j in sorted(sockets)]
         self._receive = [(j, sockets[j].recv) for j in sorted(sockets)]
 

@@ -18,7 +18,7 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from engine.comm.arguments import flat, outside_autograd
 from engine.comm.shm import words
-from engine.comm.shm.links import Sockets
+from engine.comm.shm.links import Sockets, close_in_children
 from engine.comm.shm.memory import map_segment, reserve, shortage
 from engine.comm.shm.segments import Segments
 from engine.comm.transport import BackendError
@@ -36,7 +36,8 @@ _ANNOUNCE = struct.Struct("<ciBqqqq")  # "D", tag, dtype, elements, segment, off
 _PIECE = struct.Struct("<cq")  # "C", slot: a piece is there; "A", slot: it has been read; "R", 0: all has been read
 _ABORT = b"!"
 _SLOTS = 4
-_SLOT = 1 << 18
+_SLOT = 1 << 18  # bytes of a slot, where the bound on staging allows it
+_LEAST = 1 << 12
 _DIRECT = 1 << 16  # bytes from which on a message in shared memory is read where it is
 
 
@@ -78,16 +79,28 @@ class _Peer:
 class Mail:
     """The messages of one group."""
 
-    def __init__(self, sockets: Sockets, names: Sequence[int], limit: float, segments: Segments, staging: int) -> None:
+    def __init__(
+        self,
+        rank: int,
+        sockets: Sockets,
+        names: Sequence[int],
+        limit: float,
+        segments: Segments,
+        staging: int,
+        failed: Callable[[str], None],
+    ) -> None:
         """names: the ranks' global numbers, for errors; limit: seconds that a wait may take; staging: bytes that the
-        mailboxes of all ranks together may take.
+        mailboxes of all ranks together may take; failed: told why, when the messages of this rank have failed.
         """
         self._peers = {j: _Peer(peer) for j, peer in sorted(sockets.items())}
         self._by_socket = {peer.socket.fileno(): j for j, peer in self._peers.items()}
         for peer in sockets.values():
             peer.setblocking(False)
+        close_in_children(sockets)
         self._names, self._limit, self._segments = names, limit, segments
-        self._slot = max(4096, min(_SLOT, staging // (_SLOTS * len(names) * (len(names) - 1))) // 4096 * 4096)
+        self._own, self._failed = names[rank], failed
+        most = staging // (_SLOTS * len(names) * (len(names) - 1))
+        self._slot = max(_LEAST, min(_SLOT, most) // _LEAST * _LEAST)
         self._error = ""
         self._lock = threading.RLock()
         self._moved = threading.Condition(self._lock)
@@ -135,7 +148,8 @@ class Mail:
                     self._move(left)
 
     def abort(self, reason: str) -> None:
-        """Tell every peer that this rank has failed."""
+        """Have no more messages, and tell every peer that this rank has failed."""
+        self._error = self._error or reason
         for peer in self._peers.values():
             with contextlib.suppress(OSError):
                 peer.socket.send(_ABORT + reason.encode()[:4000])
@@ -243,12 +257,7 @@ class Mail:
         number, offset = self._segments.find(message.x) if nbytes >= _DIRECT else (-1, 0)
         fds = []
         if number < 0 and peer.box is None:
-            total = _SLOTS * self._slot
-            lack = shortage(total, f"a mailbox for rank {self._names[j]}")
-            if lack:
-                raise MemoryShortageError(lack)
-            fds = [reserve(total, f"a mailbox for rank {self._names[j]}")]
-            peer.box, peer.slot, peer.free = map_segment(fds[0], total), self._slot, list(range(_SLOTS))
+            fds = [self._make_box(j)]
         packet = _ANNOUNCE.pack(
             b"D", message.tag, words.number_of(message.x.dtype), message.x.numel(), number, offset, peer.slot
         )
@@ -267,6 +276,22 @@ class Mail:
         if number >= 0:
             message.done = -1
         return True
+
+    def _make_box(self, j: int) -> int:
+        """Reserve the mailbox towards a peer, smaller where memory is short, and return its descriptor."""
+        peer, slot, what = self._peers[j], self._slot, f"a mailbox for rank {self._names[j]}"
+        while slot > _LEAST and shortage(_SLOTS * slot, what):
+            slot //= 2
+        total = _SLOTS * slot
+        try:
+            if lack := shortage(total, what):
+                raise MemoryShortageError(lack)
+            fd = reserve(total, what)
+        except MemoryShortageError as error:
+            self._fail(f"rank {self._own} cannot send: {error}")
+            raise
+        peer.box, peer.slot, peer.free = map_segment(fd, total), slot, list(range(_SLOTS))
+        return fd
 
     def _send(self, j: int, packet: bytes) -> None:
         try:
@@ -349,8 +374,7 @@ class Mail:
         )
 
     def _fail(self, reason: str) -> BackendError:
-        self._error = self._error or reason
-        self.abort(reason)
+        self._failed(reason)
         self._moved.notify_all()
         return BackendError(reason)
 

@@ -1,4 +1,4 @@
-"""Opening shared memory: which groups of a mesh can have it, and the connections between their ranks."""
+"""Opening shared memory: which ranks of a mesh have it together, and the connections between them."""
 
 from __future__ import annotations
 
@@ -14,6 +14,13 @@ def own_address(listener: Listener) -> str:
     return f"{listener.address}@{this_host()}"
 
 
+def hosts_with_memory(hosts: Sequence[str], addresses: Sequence[str]) -> list[str]:
+    """Return for every global rank a name that is equal for those which share memory. hosts: the names of their hosts,
+    which may be invented; addresses: see `own_address`.
+    """
+    return [f"{host} on {address.partition('@')[2]}" for host, address in zip(hosts, addresses, strict=True)]
+
+
 def open_groups(
     groups: Mapping[str, Sequence[int]],
     rank: int,
@@ -23,25 +30,20 @@ def open_groups(
     limit: float,
     staging: int,
 ) -> dict[str, SharedMemoryTransport]:
-    """Connect this process with the others of every group that can reach each other, and return these groups'
-    transports. Every rank calls it.
+    """Connect this process with the others of every group, and return the transports of those that are more than one.
 
-    groups: global ranks by name; every rank has the same names in the same order. addresses: every global rank's, empty
-    for one without shared memory. limit: seconds for a connection and for any later call. staging: bytes for each.
+    groups: global ranks that share memory, by name; every rank has the same names in the same order. limit: seconds for
+    a connection and for any later call. staging: bytes for each group.
     """
-    chosen = {name: ranks for name, ranks in groups.items() if len(ranks) > 1 and _together(ranks, addresses)}
+    chosen = {name: list(ranks) for name, ranks in groups.items() if len(ranks) > 1}
     wanted = []
-    numbers = {name: number for number, name in enumerate(groups)}
-    for name, ranks in chosen.items():
-        peers = {j: addresses[each].partition("@")[0] for j, each in enumerate(ranks) if each != rank}
-        wanted.append((numbers[name], list(ranks).index(rank), peers))
+    for number, name in enumerate(groups):
+        if name in chosen:
+            ranks = chosen[name]
+            peers = {j: addresses[each].partition("@")[0] for j, each in enumerate(ranks) if each != rank}
+            wanted.append((number, ranks.index(rank), peers))
     made = listener.connect(wanted, limit)
     return {
-        name: SharedMemoryTransport(name, list(ranks).index(rank), ranks, sockets, limit, staging)
+        name: SharedMemoryTransport(name, ranks.index(rank), ranks, sockets, limit, staging)
         for (name, ranks), sockets in zip(chosen.items(), made, strict=True)
     }
-
-
-def _together(ranks: Sequence[int], addresses: Sequence[str]) -> bool:
-    machines = {addresses[rank].partition("@")[2] for rank in ranks}
-    return len(machines) == 1 and "" not in machines

@@ -15,7 +15,6 @@ from engine.comm.shm.links import Links
 from engine.comm.shm.memory import map_segment, reserve, shortage
 from engine.errors import MemoryShortageError
 
-_PAGE = 4096
 _FREED = struct.Struct("<q")
 
 
@@ -163,8 +162,3 @@ class Segments:
             if len(word) > 1:
                 text = word[1:].decode(errors="replace")
                 raise MemoryShortageError(text if text == lack else f"rank {self._links.names[j]}: {text}")
-
-
-def whole_pages(nbytes: int) -> int:
-    """Return `nbytes` rounded up to the kernel's pages."""
-    return -(-nbytes // _PAGE) * _PAGE

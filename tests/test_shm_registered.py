@@ -1,0 +1,280 @@
+"""Tensors of `allocate`, which other ranks read where they lie: results, what stays as it was, and how long it lives.
+
+Every rank and element has its own value; what lies around a view must stay.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import engine
+from engine import Layout
+from tests.world import World
+
+Mesh = engine.Mesh
+COUNTS = [1000, 200_004]  # of float32: below and above what is read where it lies
+EDGE = 5  # elements on either side of a view
+
+
+def held(rank: int, count: int, salt: int = 0) -> Tensor:
+    """Whole numbers, so that sums are exact."""
+    return ((torch.arange(count) * (2 * rank + 3) + 7 * rank + salt) % 101).float()
+
+
+class Places:
+    """Makes tensors in memory of `allocate`, or in this process's own, and watches what lies around them."""
+
+    def __init__(self, comm: engine.Communicator, most: int) -> None:
+        size = most + 2 * EDGE
+        self._bases = {(True, which): comm.allocate((size,)) for which in (0, 1)}
+        self._bases |= {(False, which): torch.zeros(size) for which in (0, 1)}
+        self._watched: dict[tuple[bool, int], tuple[Tensor, Tensor]] = {}
+
+    def put(self, x: Tensor, registered: bool, which: int = 0) -> Tensor:
+        base, end = self._bases[registered, which], EDGE + x.numel()
+        self._watched[registered, which] = around = base[:EDGE], base[end : end + EDGE]
+        for each in around:
+            each.fill_(-3.0)
+        return base[EDGE:end].copy_(x)
+
+    def intact(self) -> bool:
+        return all(bool((each == -3).all()) for around in self._watched.values() for each in around)
+
+
+def call_everything(mesh: Mesh, masks: list[int]) -> list[str]:
+    """Every operation, with the tensors of the ranks in a mask's bits in memory of `allocate`."""
+    comm, size, rank = mesh.data, mesh.data.size, mesh.data.rank
+    wrong: list[str] = []
+    places = Places(comm, max(COUNTS) * size)
+    for mask in masks:
+        here = bool(mask >> rank & 1)
+        for count in COUNTS:
+            parts = [held(r, count) for r in range(size)]
+            whole = [held(r, count * size, 1) for r in range(size)]
+            own, name = parts[rank], f"mask {mask:b}, {count}:"
+
+            def check(what: str, got: Tensor, wanted: Tensor, name: str = name) -> None:
+                if not torch.equal(got, wanted):
+                    wrong.append(f"{name} {what}")
+                if not places.intact():
+                    wrong.append(f"{name} {what} wrote beside its tensor")
+
+            for op, total in (
+                ("sum", torch.stack(parts).sum(0)),
+                ("max", torch.stack(parts).amax(0)),
+                ("mean", torch.stack(parts).sum(0) / size),
+            ):
+                check(f"all_reduce {op}", comm.all_reduce(places.put(own, here), op), total)
+                check(f"all_reduce {op} async", comm.all_reduce(places.put(own, here), op, async_op=True).wait(), total)
+                given = places.put(own, here)
+                check(f"reduce {op}", comm.reduce(given, 1, op), total if rank == 1 else own)
+            for src in range(size):
+                check(f"broadcast {src}", comm.broadcast(places.put(own, here), src), parts[src])
+
+            summed = torch.stack(whole).sum(0).view(size, count)[rank]
+            given = places.put(whole[rank], here)
+            check("reduce_scatter", comm.reduce_scatter(given), summed)
+            check("reduce_scatter's input", given, whole[rank])
+            kept = whole[rank].clone().view(size, count)
+            kept[rank] = summed
+            part = given.view(size, count)[rank]
+            check("reduce_scatter into its part", comm.reduce_scatter(given, out=part), summed)
+            check("reduce_scatter beside its part", given, kept.view(-1))
+            given, out = places.put(whole[rank], here), places.put(own * 0, here, 1)
+            check("reduce_scatter into out", comm.reduce_scatter(given, out=out), summed)
+
+            joined = torch.cat(parts)
+            given = places.put(own, here)
+            check("all_gather", comm.all_gather(given), joined)
+            check("all_gather's input", given, own)
+            out = places.put(torch.zeros(count * size), here)
+            part = out.view(size, count)[rank].copy_(own)
+            check("all_gather of its part", comm.all_gather(part, out=out), joined)
+            given, out = places.put(own, here), places.put(torch.zeros(count * size), not here, 1)
+            check("all_gather into out", comm.all_gather(given, out=out), joined)
+
+            mixed = torch.cat([each.view(size, count)[rank] for each in whole])
+            given, out = places.put(whole[rank], here), places.put(torch.zeros(count * size), here, 1)
+            check("all_to_all", comm.all_to_all(given, out=out), mixed)
+            check("all_to_all's input", given, whole[rank])
+
+            after, before = (rank + 1) % size, (rank - 1) % size
+            given, out = places.put(own, here), places.put(own * 0, here, 1)
+            check("exchange", comm.exchange([(given, after)], [(out, before)])[0], parts[before])
+            check("exchange's input", given, own)
+            given = places.put(own, here)
+            check("exchange in place", comm.exchange([(given, after)], [(given, before)])[0], parts[before])
+            gathered = comm.gather(places.put(own, here), 0)
+            if gathered is not None:
+                check("gather", torch.cat(gathered), joined)
+    return wrong
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_any_rank_may_hold_its_tensor_in_allocated_memory(world: World, size: int) -> None:
+    masks = list(range(1 << size)) if size == 2 else [0b000, 0b111, 0b010, 0b101]
+    for wrong in world.run(Layout(data=size), call_everything, masks, transport="shm"):
+        assert wrong == []
+
+
+# ---- how long it lives -----------------------------------------------------------------------------------------------
+
+MIB = 1 << 20
+
+
+def mappings() -> int:
+    """How many segments this process has mapped."""
+    with open("/proc/self/maps") as file:
+        return sum("memfd:engine" in line for line in file)
+
+
+def let_go(mesh: Mesh) -> dict[str, Any]:
+    comm = mesh.data
+    gc.collect()  # what earlier tests have left in this process
+    found: dict[str, Any] = {"before": (mesh.memory()["data"]["allocated"], mappings())}
+    x = comm.allocate((MIB,), torch.uint8)
+    other = comm.allocate((MIB // 4,))
+    found["zeros"] = not x.any() and not other.any() and other.dtype is torch.float32
+    found["both"] = (mesh.memory()["data"]["allocated"], mappings())
+    view = x[10:20].view(2, 5)[1]
+    del x
+    gc.collect()
+    found["view"] = mesh.memory()["data"]["allocated"]
+    view.fill_(1)
+    found["sum"] = comm.all_reduce(view).tolist()
+    del view
+    comm.barrier()  # the record of a group's last call refers to its tensor
+    gc.collect()
+    found["gone"] = mesh.memory()["data"]["allocated"]
+    again = comm.allocate((MIB,), torch.uint8)
+    found["mapped"] = mappings()
+    found["again"] = not again.any()
+    del other, again
+    gc.collect()
+    comm.barrier()
+    last = comm.allocate((1,))
+    found["end"] = (mesh.memory()["data"]["allocated"], mappings())
+    mesh.close()
+    last += 2.0
+    found["closed"] = (last.item(), mappings())
+    del last
+    gc.collect()
+    found["left"] = mappings()
+    return found
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_memory_goes_back_with_its_last_view_and_outlives_the_mesh(world: World, size: int) -> None:
+    for got in world.run(Layout(data=size), let_go, transport="shm"):
+        start, mapped = got["before"]
+        assert start == 0
+        assert got["zeros"]
+        assert got["both"] == (2 * MIB, mapped + 2 * size)
+        assert got["view"] == 2 * MIB, "a view holds it"
+        assert got["sum"] == [size] * 5
+        assert got["gone"] == MIB
+        assert got["mapped"] == mapped + 2 * size, "what all have let go is unmapped at the next allocate"
+        assert got["again"]
+        assert got["end"] == (4, mapped + size)
+        assert got["closed"] == (2.0, 1), "its own stays, all others go"
+        assert got["left"] == 0
+
+
+def keep_on_one(mesh: Mesh) -> tuple[bool, list[float]]:
+    """Rank 1 keeps its tensor; the others drop theirs, and use the memory's number again."""
+    comm = mesh.data
+    x = comm.allocate((200_000,))
+    if comm.rank != 1:
+        del x
+    gc.collect()
+    comm.barrier()
+    for _ in range(3):
+        y = comm.allocate((200_000,))
+        y.fill_(comm.rank + 1.0)
+        comm.all_reduce(y)
+    kept = comm.rank != 1 or not x.any()
+    source = x.fill_(5.0) if comm.rank == 1 else torch.zeros(200_000)
+    comm.broadcast(source, 1)
+    return kept, [y[0].item(), source[-1].item()]
+
+
+def test_a_rank_may_keep_what_the_others_have_dropped(world: World) -> None:
+    for kept, values in world.run(Layout(data=3), keep_on_one, transport="shm"):
+        assert kept
+        assert values == [6.0, 5.0]
+
+
+# ---- modes -----------------------------------------------------------------------------------------------------------
+
+
+def in_modes(mesh: Mesh, count: int) -> dict[str, Any]:
+    comm, rank, size = mesh.data, mesh.data.rank, mesh.data.size
+    after, before = (rank + 1) % size, (rank - 1) % size
+    with torch.inference_mode():
+        first = comm.all_reduce(torch.full((count,), rank + 1.0))  # the first use of slots and mailboxes of this size
+        comm.exchange([(torch.ones(count), after)], [(torch.empty(count), before)])
+        kind = comm.allocate((count,)).is_inference()
+        inference = torch.full((count,), rank + 1.0)
+        gathered_inside = comm.all_gather(inference)
+    found = {
+        "inside": [
+            first[0].item(),
+            gathered_inside[-1].item(),
+            kind,
+            torch.equal(comm.all_reduce(inference.clone()), first),
+        ]
+    }
+    registered = comm.allocate((count,))
+    modes: dict[str, Callable[[], Any]] = {
+        "plain": torch.enable_grad, "no_grad": torch.no_grad, "inference": torch.inference_mode
+    }  # fmt: skip
+    for name, mode in modes.items():
+        for kind, make in {
+            "normal": lambda: torch.full((count,), rank + 1.0),
+            "inference": inference.clone,
+            "registered": lambda: registered.fill_(rank + 1.0),
+        }.items():
+            if kind == "inference":
+                with torch.inference_mode():
+                    x = make()
+            else:
+                x = make()
+            with mode():
+                results = [
+                    comm.all_reduce(x)[:1].clone(),
+                    comm.all_gather(x[:2])[:1].clone(),
+                    comm.broadcast(x, 1)[:1].clone(),
+                    comm.exchange([(x, after)], [(torch.empty(count), before)])[0][:1].clone(),
+                    comm.exchange([(torch.ones(count), after)], [(x, before)])[0][:1].clone(),
+                    comm.all_reduce(x, async_op=True).wait()[:1].clone(),
+                    comm.reduce_scatter(torch.stack([x] * size))[0, :1].clone(),
+                    comm.reduce(x, 0, "max")[:1].clone(),
+                ]
+            found[f"{name} {kind}"] = [each.item() for each in results]
+    parameter = torch.nn.Parameter(torch.full((count,), rank + 1.0))
+    with torch.no_grad():
+        comm.all_reduce(parameter)
+    (parameter * 2).sum().backward()
+    found["parameter"] = [parameter[0].item(), parameter.grad[0].item()]  # type: ignore[index]
+    leaf = registered.fill_(1.0).detach().requires_grad_()
+    (leaf * 3).sum().backward()
+    found["leaf"] = [leaf.grad[0].item(), comm.all_reduce(leaf.grad)[0].item()]
+    return found
+
+
+@pytest.mark.parametrize("count", [100, 300_000])
+@pytest.mark.parametrize("size", [2, 3])
+def test_calls_in_any_mode_on_tensors_of_any(world: World, size: int, count: int) -> None:
+    total = size * (size + 1) / 2
+    for got in world.run(Layout(data=size), in_modes, count, transport="shm"):
+        assert got.pop("inside") == [total, size, True, True]
+        assert got.pop("parameter") == [total, 2.0]
+        assert got.pop("leaf") == [3.0, 3.0 * size]
+        for name, values in got.items():
+            assert values == [total] * 4 + [1.0, size, size * size, size], name
