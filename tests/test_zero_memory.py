@@ -41,7 +41,7 @@ def staged(mesh: engine.Mesh, stage: int) -> Any:
     model = big_model()
     optimizer = ZeroOptimizer(model, torch.optim.AdamW, mesh, stage=stage, lr=1e-3)
     train(mesh, model, optimizer, 1)
-    collectives = mesh.data._transport._collectives  # type: ignore[union-attr]
+    collectives = mesh.data._transport.collectives  # type: ignore[union-attr]
     copied: list[int] = []
     for name in ("_slots_for", "_exchanged"):
         real = getattr(collectives, name)

@@ -149,7 +149,7 @@ class HostsTransport(InOrder):
         self._across.wait(works)
 
     def allocate(self, nbytes: int, *, shared: bool = False) -> Tensor:
-        del shared  # refused before: one memory is one host's
+        del shared  # no memory spans hosts: `reads_in_place` says so, and the communicator refuses it
         made: Tensor | None = None
         lack = ""
         try:
