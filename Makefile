@@ -4,7 +4,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup train test lint peers bench bench-collectives help clean
+.PHONY: setup train test test-all stress lint peers bench bench-collectives help clean
 
 help: ## Show this list.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 20
@@ -21,8 +21,22 @@ $(READY): pyproject.toml pins.txt
 train: setup ## Train a GPT on real text over data 2 x pipeline 2 x tensor 2: 8 processes on this CPU.
 	$(BIN)/torchrun --standalone --nproc-per-node 8 -m examples.gpt.train --config examples/gpt/config.yaml
 
-test: setup ## Run all tests.
+# What says something over a transport. The rest (layouts, plans, schedules, the doctor, benchmarks, examples) is pure, or
+# starts programs of its own that CI runs on both; tests/test_shm_* and tests/test_comm_hosts name their transport.
+TALKING := $(filter-out tests/test_comm_hosts.py,$(wildcard tests/test_comm*.py)) $(wildcard tests/test_mesh*.py \
+	tests/test_zero*.py tests/test_tensor_parallel.py tests/test_pipeline*.py tests/test_train_step.py \
+	tests/test_full_state.py tests/test_parity.py tests/test_world.py)
+
+test: setup ## Run all tests, and those that communicate on transport torch too.
 	$(BIN)/python -m pytest
+	ENGINE_TRANSPORT=torch $(BIN)/python -m pytest $(TALKING)
+
+test-all: setup ## Run all tests on transport shm and all on torch, as CI does.
+	ENGINE_TRANSPORT=shm $(BIN)/python -m pytest
+	ENGINE_TRANSPORT=torch $(BIN)/python -m pytest
+
+stress: setup ## Compare the results of ten thousand random calls over shared memory.
+	$(BIN)/python -m tests.stress
 
 lint: setup ## Check style, types and who may import whom.
 	$(BIN)/ruff check .

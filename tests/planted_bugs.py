@@ -26,6 +26,8 @@ class Bug:
     wrong: str
     tests: tuple[str, ...] = ("tests/test_parity.py",)
     """Where to look; the parity grid must catch those of the training step."""
+    transport: str = "shm"
+    """On which the tests run, where they do not name one."""
 
 
 BUGS = (
@@ -123,6 +125,7 @@ BUGS = (
         "return self._start(dist.broadcast, _bytes(x), self.ranks[src])",
         "return self._start(dist.broadcast, _bytes(x), src)",
         ("tests/test_communicator.py",),
+        "torch",
     ),
     Bug(
         "ring sums the block before",
@@ -144,6 +147,27 @@ BUGS = (
         "return narrow.to(torch.float32) * scales.repeat_interleave(CHUNK)[:count]",
         "return narrow.to(torch.float32)",
         ("tests/test_comm_compress.py",),
+    ),
+    Bug(
+        "shared slots written while the others read them",
+        "engine/comm/shm/collectives.py",
+        "self._turn ^= 1",
+        "self._turn ^= 0",
+        ("tests/test_shm_values.py",),
+    ),
+    Bug(
+        "shared sums of low precision rounded at every step",
+        "engine/comm/shm/collectives.py",
+        'wide = out.dtype in _LOW and op in ("sum", "prod")',
+        "wide = False",
+        ("tests/test_shm_values.py",),
+    ),
+    Bug(
+        "no meeting after sums are read where they lie",
+        "engine/comm/shm/collectives.py",
+        "            v[first:last].copy_(self._peer(j, v, first, last - first))\n        self._meet(head)",
+        "            v[first:last].copy_(self._peer(j, v, first, last - first))",
+        ("tests/test_shm_registered.py", "tests/test_shm_stress.py"),
     ),
 )
 
@@ -173,7 +197,7 @@ def try_one(bug: Bug, copy: Path) -> str:
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "--tb=no", "-p", "no:cacheprovider", *bug.tests],
         cwd=copy,
-        env={**os.environ, "PYTHONPATH": str(copy)},
+        env={**os.environ, "PYTHONPATH": str(copy), "ENGINE_TRANSPORT": bug.transport},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,

@@ -185,6 +185,8 @@ class Mail:
                         self._read(j)
                     except (BackendError, MemoryShortageError) as error:
                         self._error = self._error or str(error)
+                    except Exception as error:  # else this thread would end unheard, and everybody wait
+                        self._fail(f"rank {self._own} failed by itself: {type(error).__name__}: {error}")
                     if self._peers[j].gone or self._error:
                         with contextlib.suppress(KeyError):
                             poll.unregister(number)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import struct
+import threading
 import weakref
 from bisect import bisect_right
 
@@ -13,9 +14,11 @@ from torch import Tensor
 from engine.comm.shm import words
 from engine.comm.shm.links import Links
 from engine.comm.shm.memory import map_segment, reserve, shortage
+from engine.comm.transport import BackendError
 from engine.errors import MemoryShortageError
 
 _FREED = struct.Struct("<q")
+_LATE = 10.0  # seconds for which a message may be ahead of this rank's mapping of the memory that it lies in
 
 
 class Segments:
@@ -28,6 +31,7 @@ class Segments:
         self._next = 0
         self._mapped: dict[int, list[Tensor]] = {}  # by number of the segment: the bytes of every rank but this one
         self._own: dict[int, tuple[int, int]] = {}  # first and last address of this rank's part
+        self._arrived = threading.Condition()  # told when a segment is mapped
         self._table: tuple[list[int], list[int]] = ([], [])  # the same sorted: first addresses, numbers
         self._freed: list[int] = []  # segments that this rank has let go, not yet told
         self._gone: dict[int, int] = {}  # how many ranks have let a segment go
@@ -72,6 +76,8 @@ class Segments:
             # The tensor of this rank is the caller's: a reference here would keep it for good.
             self._mapped[number] = [torch.empty(0) if j == links.rank else part for j, part in enumerate(parts)]
         self.reserved += nbytes
+        with self._arrived:
+            self._arrived.notify_all()
         return number, parts
 
     def new_shared(self, nbytes: int, what: str) -> Tensor:
@@ -114,7 +120,15 @@ class Segments:
         return -1, 0
 
     def of(self, rank: int, number: int, start: int, nbytes: int) -> Tensor:
-        """Return bytes of another rank's part of a segment. Not collective."""
+        """Return bytes of another rank's part of a segment. Not collective.
+
+        A peer may be through with `new` and send a message from there while this rank, on another thread, is still
+        mapping it.
+        """
+        if number not in self._mapped:
+            with self._arrived:
+                if not self._arrived.wait_for(lambda: number in self._mapped, _LATE):
+                    raise BackendError(f"rank {self._links.names[rank]} sent memory that this rank has not mapped")
         return self._mapped[number][rank].narrow(0, start, nbytes)
 
     def close(self) -> None:
@@ -146,7 +160,8 @@ class Segments:
 
     def _tell_freed(self, nbytes: int, *, shared: bool = False) -> None:
         """Compare what is wanted, hear what every rank has let go, and drop the mappings of what all have."""
-        freed, self._freed = self._freed[:400], self._freed[400:]
+        freed = self._freed[:400]
+        del self._freed[:400]  # a finalizer may add to the same list at any moment
         head = words.allocation(nbytes, shared=shared)
         found = self._links.meet(head + b"".join(_FREED.pack(number) for number in freed))
         words.compare(found, head, self._links.names)
