@@ -34,6 +34,9 @@ class _OverHosts:
         self._local = None if local is None else local.collectives
         self._across, self._tag = across, tag
 
+    def barrier(self, token: Tensor) -> None:
+        self.all_reduce(token, "max")
+
     def all_reduce(self, x: Tensor, op: str) -> None:
         v = flat(x)
         if self._local is not None:
