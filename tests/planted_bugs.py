@@ -84,14 +84,14 @@ BUGS = (
     Bug(
         "bucket order that differs between ranks",
         "engine/zero/optimizer.py",
-        "for work in [bucket.start_reduction(None) for bucket in self._buckets]:",
-        "for work in [b.start_reduction(None) for b in self._buckets[:: 1 if self._mesh.data.rank else -1]]:",
+        "_settle([bucket.start_reduction(None) for bucket in self._buckets])",
+        "_settle([b.start_reduction(None) for b in self._buckets[:: 1 if self._mesh.data.rank else -1]])",
     ),
     Bug(
         "shards gathered from the wrong place",
         "engine/zero/buckets.py",
-        "return self.comm.all_gather(self.shard, out=self.flat, async_op=True)",
-        "return self.comm.all_gather(self.flat[: self.plan.shard], out=self.flat, async_op=True)",
+        "self.comm.all_gather(self.shard, out=self.flat)\n",
+        "self.comm.all_gather(self.flat[: self.plan.shard], out=self.flat)\n",
     ),
     Bug(
         "input gradient of a column-parallel layer not summed",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -172,6 +173,12 @@ def test_peers_of_the_other_axes_do_the_same_work(layout: str, peer: str) -> Non
     assert main(["--layout", layout, "--peers", peer, *SMALL_RUN]) == 0
 
 
+@pytest.mark.skipif(os.environ.get("ENGINE_TRANSPORT", "shm") != "shm", reason="about memory that ranks share")
+def test_one_copy_of_the_parameters_is_timed_beside_the_engine_itself(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["--layout", "data=2", "--peers", "engine_shared", *SMALL_RUN]) == 0
+    assert "engine_shared" in capfd.readouterr().out
+
+
 def test_a_crashing_peer_makes_the_run_fail(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     json_file = tmp_path / "run.json"
     command = ["--layout", "data=2", "--peers", "tests.bench_peers:crash", *SMALL_RUN, "--json", str(json_file)]
@@ -243,6 +250,7 @@ def test_a_job_that_hangs_ends_at_its_limit_and_leaves_no_process(
         (["--layout", "data=2", "--plot", "x.svg"], "end the name in .png"),
         (["--layout", "data=2", "--peers", "tests.bench_peers:nothing"], "cannot be loaded: module"),
         (["--layout", "pipeline=2", "--accumulation", "1", "--peers", "torch_1f1b"], "microbatches as stages, 1 < 2"),
+        (["--layout", "data=2", "--stage", "1", "--peers", "engine_shared"], "this engine at ZeRO stage 2 on the CPU"),
         (["--layout", "tensor=3"], "must divide over tensor(3)"),
         (["--layout", "pipeline=3"], "4 layers do not divide over pipeline(3)"),
         (["--layout", "data=2", "--json", "/proc/no/such"], "error: /proc/no/such cannot be written"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,11 +22,11 @@ class Agreement(Messages):
 
     def barrier(self) -> None:
         """Return once every rank of the group has called."""
-        self._agree("barrier", False)
+        self._agree("barrier", False, lambda t, box: t.barrier(box))
 
     def any(self, flag: bool) -> bool:
         """Return whether `flag` is true on at least one rank of the group."""
-        return self._agree("any", flag)
+        return self._agree("any", flag, lambda t, box: t.all_reduce(box, "max"))
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype = torch.float32, *, shared: bool = False) -> Tensor:
         """Return a tensor of zeros on this group's device. Collectives of this group read it, and views of it, where it
@@ -105,13 +105,13 @@ class Agreement(Messages):
 
     # ---- inside ----------------------------------------------------------------------------------------------------
 
-    def _agree(self, name: str, flag: bool) -> bool:
-        """Return whether `flag` is true anywhere, as a call named `name`."""
+    def _agree(self, name: str, flag: bool, start: Callable[[Calls, Tensor], Works]) -> bool:
+        """Return whether `flag` is true anywhere, as a call named `name`. `start` gets it as an element."""
         box = torch.tensor(int(flag), dtype=torch.int32, device=self.device)
         if self.size == 1:
             return flag
         call = self._call(name, box, (box,), "max")
-        return bool(self._run(call, lambda t: t.all_reduce(box, "max"), box.item, box, False))
+        return bool(self._run(call, lambda t: start(t, box), box.item, box, False))
 
 
 def _around(text: str, other: str, width: int = 160) -> str:

@@ -5,12 +5,23 @@ Made for every call, so it holds references and makes its texts only when they a
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from engine.comm.arguments import shape_of
+
+
+class _Kind(NamedTuple):
+    """What remains of a tensor."""
+
+    dtype: torch.dtype
+    shape: torch.Size
+
+
+def _kinds(messages: Any) -> list[tuple[_Kind, int]]:
+    return [(_Kind(x.dtype, x.shape), peer) for x, peer in messages]
 
 
 class Call:
@@ -23,12 +34,22 @@ class Call:
         the rank that sends or receives alone.
         """
         self.label = label
-        self.name, self.x, self.op, self.peer = name, x, op, peer
+        self.name, self.op, self.peer = name, op, peer
+        self.x = x
         self.algorithm = "native"
         self.wire_dtype: torch.dtype | None = None
         self.messages: tuple[Any, Any] | None = None
         self.sequence = 0
         self.done = False
+
+    def end(self) -> None:
+        """Note that the call is through, and let its tensors go: a record may stay for long."""
+        self.done = True
+        if self.x is not None:
+            self.x = _Kind(self.x.dtype, self.x.shape)  # type: ignore[assignment]
+        if self.messages is not None:
+            sends, recvs = self.messages
+            self.messages = (_kinds(sends), _kinds(recvs))
 
     def __str__(self) -> str:
         return self.label.format(self.name)

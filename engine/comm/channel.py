@@ -244,11 +244,11 @@ class Channel:
         self._end(call, started)
 
     def _end(self, call: Call, started: float) -> None:
-        call.done = True
         if self._ledger.on:
             payload = payload_bytes(call, self.size)
             wire = wire_bytes(call, self.rank, self.size, lambda count: self._plan(call, count)[0])
             self._ledger.add(self.name, call.name, payload, wire, time.perf_counter() - started)
+        call.end()
 
     def _compare(self, call: Call, algorithm: str | None = None) -> None:
         """Compare the call with the other ranks', where there are any."""

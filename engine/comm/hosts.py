@@ -34,6 +34,9 @@ class _OverHosts:
         self._local = None if local is None else local.collectives
         self._across, self._tag = across, tag
 
+    def barrier(self, token: Tensor) -> None:
+        self.all_reduce(token, "max")
+
     def all_reduce(self, x: Tensor, op: str) -> None:
         v = flat(x)
         if self._local is not None:
@@ -149,7 +152,7 @@ class HostsTransport(InOrder):
         self._across.wait(works)
 
     def allocate(self, nbytes: int, *, shared: bool = False) -> Tensor:
-        del shared  # refused before: one memory is one host's
+        del shared  # no memory spans hosts: `reads_in_place` says so, and the communicator refuses it
         made: Tensor | None = None
         lack = ""
         try:

@@ -18,6 +18,7 @@ from engine.errors import EngineError, MemoryShortageError
 class Blocking(Protocol):
     """Collectives of one group that return when they are done."""
 
+    def barrier(self, token: Tensor) -> None: ...
     def all_reduce(self, x: Tensor, op: str) -> None: ...
     def broadcast(self, x: Tensor, src: int) -> None: ...
     def reduce(self, x: Tensor, dst: int, op: str) -> None: ...
@@ -35,6 +36,9 @@ class _Run(Calls):
 
     def do(self, what: Callable[..., None], *arguments: Any) -> Works:
         raise NotImplementedError
+
+    def barrier(self, token: Tensor) -> Works:
+        return self.do(self._blocking.barrier, token)
 
     def all_reduce(self, x: Tensor, op: str) -> Works:
         return self.do(self._blocking.all_reduce, x, op)

@@ -47,6 +47,10 @@ class Calls(Protocol):
     ranks: tuple[int, ...]
     """The group's global ranks in group order."""
 
+    def barrier(self, token: Tensor) -> Works:
+        """Meet. token: an element to send, for transports that must send something."""
+        return self.all_reduce(token, "max")
+
     def all_reduce(self, x: Tensor, op: str) -> Works: ...
     def broadcast(self, x: Tensor, src: int) -> Works: ...
     def reduce(self, x: Tensor, dst: int, op: str) -> Works: ...

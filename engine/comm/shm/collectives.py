@@ -71,7 +71,9 @@ class Collectives:
 
     # ---- operations ------------------------------------------------------------------------------------------------
 
-    def barrier(self) -> None:
+    def barrier(self, token: Tensor) -> None:
+        """Meet."""
+        del token
         self._meet(_BARRIER)
 
     def all_reduce(self, x: Tensor, op: str) -> None:
