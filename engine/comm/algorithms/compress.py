@@ -55,9 +55,9 @@ class Compressed(Operation):
         self, messenger: Messenger, rank: int, size: int, x: Tensor, wire: torch.dtype, out: Tensor, *, share: bool
     ) -> None:
         """x: the flat vector of this rank. out: flat memory for the sum of the own block or, with `share`, of all."""
-        self._share = self.in_rounds = share
+        self._share = share
         self._messenger, self._rank, self._size, self._wire, self._out = messenger, rank, size, wire, out
-        self.in_rounds = not messenger.moves_alone
+        self.in_rounds = share or not messenger.moves_alone
         self._count = x.numel()
         self._tag = messenger.tag()
         self._own = pack(x[slice(*block(self._count, size, rank))], wire)
