@@ -32,7 +32,8 @@ from engine.comm.shm.segments import Segments
 from engine.comm.transport import BackendError
 from engine.errors import MemoryShortageError
 
-_ANNOUNCE = struct.Struct("<ciBqqqq")  # "D", tag, dtype, elements, segment, offset, bytes of a slot
+# "D", tag, dtype, elements, segment, offset, bytes of a slot, the slot of the first piece
+_ANNOUNCE = struct.Struct("<ciBqqqqq")
 _PIECE = struct.Struct("<cq")  # "C", slot: a piece is there; "A", slot: it has been read; "R", 0: all has been read
 _ABORT = b"!"
 _SLOTS = 4
@@ -238,31 +239,32 @@ class Mail:
                 return
             if message.done < 0:
                 return  # read where it is; the peer will say when
-            with outside_autograd(message.x):
-                source = message.x.view(torch.uint8)
-                while message.done < nbytes and peer.free:
-                    slot = peer.free.pop(0)
-                    count = min(peer.slot, nbytes - message.done)
-                    assert peer.box is not None
-                    peer.box[slot * peer.slot : slot * peer.slot + count].copy_(
-                        source[message.done : message.done + count]
-                    )
-                    message.done += count
-                    self._send(j, _PIECE.pack(b"C", slot))
+            while message.done < nbytes and peer.free:
+                self._send(j, _PIECE.pack(b"C", self._put_piece(peer, message, nbytes)))
             if message.done < nbytes:
                 return
             peer.outgoing.popleft().ended = True
 
+    def _put_piece(self, peer: _Peer, message: Message, nbytes: int) -> int:
+        """Copy the next piece of a message into a free slot, and return which."""
+        assert peer.box is not None
+        slot = peer.free.pop(0)
+        start, count = slot * peer.slot, min(peer.slot, nbytes - message.done)
+        with outside_autograd(message.x):
+            peer.box[start : start + count].copy_(message.x.view(torch.uint8)[message.done : message.done + count])
+        message.done += count
+        return slot
+
     def _announce(self, j: int, message: Message, nbytes: int) -> bool:
-        """Say what comes; with the first message that needs it, hand the mailbox over."""
+        """Say what comes, with its first piece if there is room, and hand the mailbox over where it is new."""
         peer = self._peers[j]
         number, offset = self._segments.find(message.x) if nbytes >= _DIRECT else (-1, 0)
         fds = []
         if number < 0 and peer.box is None:
             fds = [self._make_box(j)]
-        packet = _ANNOUNCE.pack(
-            b"D", message.tag, words.number_of(message.x.dtype), message.x.numel(), number, offset, peer.slot
-        )
+        first = self._put_piece(peer, message, nbytes) if number < 0 and peer.free else -1
+        kind, count = words.number_of(message.x.dtype), message.x.numel()
+        packet = _ANNOUNCE.pack(b"D", message.tag, kind, count, number, offset, peer.slot, first)
         try:
             if fds:
                 try:
@@ -325,7 +327,7 @@ class Mail:
 
     def _announced(self, j: int, packet: bytes, fds: list[int]) -> None:
         peer = self._peers[j]
-        _, tag, dtype, count, number, offset, slot = _ANNOUNCE.unpack(packet)
+        _, tag, dtype, count, number, offset, slot, first = _ANNOUNCE.unpack(packet)
         kind = words.dtype_of(dtype)
         for fd in fds:
             peer.their_slot, peer.their_box = slot, map_segment(fd, _SLOTS * slot)
@@ -340,6 +342,8 @@ class Mail:
             peer.early.setdefault(tag, deque()).append(message)
         if number < 0:
             peer.arriving = message
+            if first >= 0:
+                self._take(j, first)
             return
         with outside_autograd(message.x):
             nbytes = count * message.x.element_size()
