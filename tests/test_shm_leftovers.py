@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import random
 import signal
+import statistics
 import tempfile
 import threading
 import time
@@ -30,13 +31,14 @@ SEED = 20261130
 def busy(rank: int, size: int, store: str, seed: int, ready: Any) -> None:
     """Open a mesh and do all kinds of things until the end, which comes from outside."""
     torch.set_num_threads(1)
+    ready.send("started")
     with contextlib.suppress(Exception), open(os.devnull, "w") as nothing:
         os.dup2(nothing.fileno(), 2)  # what survivors say for a few milliseconds
         where: Any = {"store": dist.FileStore(store, size), "rank": rank, "world_size": size, "transport": "shm"}
         mesh = engine.init(Layout(data=size), device="cpu", timeout=10, **where)
         comm, choose = mesh.data, random.Random(seed)
         after, before = (rank + 1) % size, (rank - 1) % size
-        ready.send(None)
+        ready.send("open")
         memory = comm.allocate((100_000,))
         while True:
             kind, count = choose.randrange(6), choose.choice([3, 1000, 100_000, 600_000])
@@ -68,35 +70,67 @@ def shared_bytes() -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Shmem:"))
 
 
+def start_ranks(context: Any, size: int, store: str, seed: int) -> tuple[list[Any], list[Any]]:
+    """Return the processes, once they run, and the pipes over which they say how far they are."""
+    pipes = [context.Pipe(duplex=False) for _ in range(size)]
+    ranks = [
+        context.Process(target=busy, args=(rank, size, store, seed, pipes[rank][1]), daemon=True)
+        for rank in range(size)
+    ]
+    for each in ranks:
+        each.start()
+    for ours, theirs in pipes:
+        theirs.close()
+        assert ours.poll(60)
+        assert ours.recv() == "started"
+    return ranks, [ours for ours, _ in pipes]
+
+
+def seconds_to_open(pipes: list[Any]) -> float:
+    started = time.monotonic()
+    for each in pipes:
+        assert each.poll(60)
+        assert each.recv() == "open"
+    return time.monotonic() - started
+
+
+def said_open(pipe: Any) -> bool:
+    """Whether a rank that has ended had opened its mesh."""
+    try:
+        return bool(pipe.recv() == "open")
+    except EOFError:
+        return False
+
+
 def test_nothing_is_left_of_ranks_that_were_killed_at_any_moment(world: World, tmp_path: Path) -> None:
-    """A round holds 20 MiB and more, so what stayed of a few of them would show. Other programs on this machine may
-    take and give back shared memory meanwhile, for which there are a margin and a while.
+    """Half of the rounds end while the mesh opens or has just opened, the others in the midst of their calls.
+
+    A round holds 20 MiB and more, so what stayed of a few of them would show. Other programs on this machine may take
+    and give back shared memory meanwhile, for which there are a margin and a while.
     """
     del world  # its fork server is this one's too, with torch imported
     choose = random.Random(SEED)
     context = multiprocessing.get_context("forkserver")
     before, memory = files(), shared_bytes()
+    times: list[float] = []  # what opening took
+    unopened = 0
     for number in range(KILLS):
-        size = choose.choice([2, 3])
-        pipes = [context.Pipe(duplex=False) for _ in range(size)]
-        store = str(tmp_path / f"store-{number}")
-        ranks = [
-            context.Process(target=busy, args=(rank, size, store, SEED + number, pipes[rank][1]), daemon=True)
-            for rank in range(size)
-        ]
-        for each in ranks:
-            each.start()
-        for ours, theirs in pipes:
-            theirs.close()
-            assert ours.poll(60), "the mesh has opened"
-            ours.close()
-        time.sleep(choose.random() * 0.05)
+        ranks, pipes = start_ranks(context, choose.choice([2, 3]), str(tmp_path / f"store-{number}"), SEED + number)
+        if number % 2:
+            time.sleep(choose.random() * 1.2 * statistics.median(times))
+        else:
+            times.append(seconds_to_open(pipes))
+            time.sleep(choose.random() * 0.05)
         choose.shuffle(ranks)
         for each in ranks:
             each.kill()
         for each in ranks:
             each.join()
-        assert [each.exitcode for each in ranks] == [-signal.SIGKILL] * size, "no process, and none had ended before"
+        assert [each.exitcode for each in ranks] == [-signal.SIGKILL] * len(ranks), "no process, and none ended before"
+        unopened += number % 2 and not all(said_open(each) for each in pipes)
+        for each in pipes:
+            each.close()
+    assert unopened >= KILLS // 10, "opening was hit"
     assert files() <= before, "no file"
     deadline = time.monotonic() + 20
     while shared_bytes() > memory + 64 * MIB and time.monotonic() < deadline:
