@@ -28,7 +28,7 @@ _COMBINE: dict[str, Callable[..., Tensor]] = {
     "max": torch.maximum,
     "min": torch.minimum,
 }
-_LOW = (torch.bfloat16, torch.float16)
+LOW = (torch.bfloat16, torch.float16)
 _STEP = 1 << 18  # bytes that a sum over more than two ranks handles at a time, so that they stay in the cache
 _KEPT = 1024  # sizes whose views of the slots are kept
 _DIRECT = 1 << 18  # bytes above which a second meeting costs less than a copy
@@ -300,7 +300,7 @@ def combine(out: Tensor, parts: Sequence[Tensor], op: str) -> None:
         return
     for start, stop in _cut(out.numel(), _STEP // out.element_size()):
         into = out[start:stop]
-        wide = out.dtype in _LOW and op in ("sum", "prod")
+        wide = out.dtype in LOW and op in ("sum", "prod")
         total = parts[0][start:stop].float() if wide else into
         reduce(total if wide else parts[0][start:stop], parts[1][start:stop], out=total)
         for part in parts[2:]:
