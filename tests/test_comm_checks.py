@@ -229,10 +229,10 @@ def one_is_missing(rank: int, size: int, store: str) -> str:
         for _ in range(2):
             mesh.data.all_reduce(torch.ones(3))
         if rank == 1:
-            dist.FileStore(f"{store}.told", size).wait(["told"], timedelta(seconds=30))
+            dist.FileStore(f"{store}.told", size).wait(["0", "2"], timedelta(seconds=30))
             return "was away"
         text = text_of(lambda: mesh.data.all_reduce(torch.ones(3), "max"))
-        dist.FileStore(f"{store}.told", size).set("told", "")
+        dist.FileStore(f"{store}.told", size).set(str(rank), "")
         return text
 
 
