@@ -79,12 +79,7 @@ def plot(path: Path, meta: Mapping[str, Any], rows: Sequence[Row]) -> None:
     figure.legend(
         handles=handles, loc="outside lower center", ncols=max(2, int(figure.get_figwidth() / 3.6)), fontsize=10
     )
-    one = f", {dtypes[0]}" if len(dtypes) == 1 else ""
-    figure.suptitle(
-        f"Collectives over {rows[0].n} ranks{one}: {rows[0].backend}, {meta['hardware']}, {meta['cores']} cores\n"
-        f"torch {meta['versions']['torch']}, {meta['date']}",
-        fontsize=12,
-    )
+    figure.suptitle(_title(meta, rows), fontsize=12)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=100)
 
@@ -135,6 +130,18 @@ def _scales(times: Any, speeds: Any, rows: Sequence[Row], limit: float) -> None:
     speed = [row.busbw_gbs for row in rows if row.busbw_gbs > 0]
     speeds.set_ylim(min([*speed, limit]) / 2, max([*speed, limit]) * 2)
     speeds.set_xlabel("bytes of the whole vector (K = 1024)")
+
+
+def _title(meta: Mapping[str, Any], rows: Sequence[Row]) -> str:
+    """Return what was measured, and where. The backend is that of torch's groups: shared memory has none."""
+    dtypes = dict.fromkeys(row.dtype for row in rows)
+    one = f", {next(iter(dtypes))}" if len(dtypes) == 1 else ""
+    transports = dict.fromkeys(f"torch ({row.backend})" if row.transport == TORCH else row.transport for row in rows)
+    over = " and ".join(transports)
+    return (
+        f"Collectives over {rows[0].n} ranks{one}: {over}, {meta['hardware']}, {meta['cores']} cores\n"
+        f"torch {meta['versions']['torch']}, {meta['date']}"
+    )
 
 
 def _both(rows: Sequence[Row], op: str) -> bool:

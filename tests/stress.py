@@ -22,10 +22,12 @@ from engine import Layout
 from tests.world import World
 
 RANKS = 4
-DTYPES = (
+REDUCED = (
     torch.float32, torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.int16,
-    torch.int8, torch.uint8, torch.complex64,
+    torch.int8, torch.uint8, torch.bool, torch.complex64, torch.complex128,
 )  # fmt: skip
+MOVED = (*REDUCED, torch.float8_e4m3fn, torch.float8_e5m2)
+REDUCING = ("all_reduce", "reduce", "reduce_scatter")
 KINDS = (
     "all_reduce", "all_reduce", "all_reduce", "reduce", "broadcast", "reduce_scatter", "all_gather", "all_to_all",
     "gather", "scatter", "exchange", "exchange", "barrier",
@@ -42,6 +44,7 @@ class Stress:
         self.comm = comm
         self.choose = random.Random(seed)
         self.own = random.Random(seed + 1 + comm.rank)  # for the order of waiting
+        self.reduced = [dtype for dtype in REDUCED if dtype in comm._reducible]
         self.pending: list[tuple[str, Callable[[], Any], Callable[[Any], bool]]] = []
         self.pool = comm.allocate((POOL,), torch.uint8)
         self.used = 0
@@ -68,10 +71,13 @@ class Stress:
         """Mostly small, at times as large as several pieces; most of them odd."""
         return max(1, int(2 ** self.choose.uniform(0, 20)) // item // parts) if self.choose.random() < 0.9 else 1
 
-    def held(self, rank: int, count: int, dtype: torch.dtype, salt: int) -> Tensor:
-        """From 0 to 4: sums of all ranks' are exact in every dtype."""
+    def held(self, rank: int, count: int, dtype: torch.dtype, salt: int, op: str) -> Tensor:
+        """From 0 to 4, for a product 1 and 2: sums, means and products of all ranks' are exact in every dtype."""
         start = (rank * 3 + salt) % 5
-        return _PATTERN[start : start + count].to(dtype)
+        values = _PATTERN[start : start + count]
+        if dtype is torch.bool:  # of the five ranks that the pattern would have one differs, so not all sums are alike
+            return (values == 4) == bool(salt % 2)
+        return (values % 2 + 1 if op == "prod" else values).to(dtype)
 
     def place(self, x: Tensor, registered: bool, stride: int) -> Tensor:
         """Return a tensor like `x`, in memory of `allocate` or this process's, with gaps or none."""
@@ -87,10 +93,11 @@ class Stress:
     def step(self) -> None:
         """Draw one call, the same on all ranks, and start it."""
         comm, choose, size, rank = self.comm, self.choose, self.comm.size, self.comm.rank
-        kind, dtype = choose.choice(KINDS), choose.choice(DTYPES)
+        kind = choose.choice(KINDS)
+        dtype = choose.choice(self.reduced if kind in REDUCING else MOVED)
         parts = size if kind in ("reduce_scatter", "all_to_all", "all_gather", "gather", "scatter") else 1
         count, salt, root = self.count(dtype.itemsize, parts), choose.randrange(5), choose.randrange(size)
-        op = "sum" if dtype.is_complex else choose.choice(("sum", "max", "min"))
+        op = choose.choice(ops_of(dtype)) if kind in REDUCING else "sum"
         mask, async_op = choose.choice((0, 15, choose.randrange(16))), choose.random() < 0.4
         stride = choose.choice((1, 1, 1, 2)) if count < 100_000 else 1
         registered = bool(mask >> rank & 1)
@@ -104,7 +111,7 @@ class Stress:
             comm.barrier()
             return
         whole = count * parts
-        mine = [self.held(r, whole if kind in ("reduce_scatter", "all_to_all") else count, dtype, salt)
+        mine = [self.held(r, whole if kind in ("reduce_scatter", "all_to_all") else count, dtype, salt, op)
                 for r in range(size)]  # fmt: skip
         x = self.place(mine[rank], registered, stride)
         given = None if kind in ("all_reduce", "broadcast") or (kind == "reduce" and rank == root) else mine[rank]
@@ -113,11 +120,11 @@ class Stress:
         name += "async" if async_op else "sync"
 
         def right(result: Any) -> bool:
-            if given is not None and kind != "exchange" and not torch.equal(x, given):
+            if given is not None and kind != "exchange" and not same(x, given):
                 return False
             if isinstance(result, list):
                 result = torch.cat([each.reshape(-1) for each in result])
-            return (result is None) == (wanted is None) and (wanted is None or torch.equal(result.reshape(-1), wanted))
+            return (result is None) == (wanted is None) and (wanted is None or same(result.reshape(-1), wanted))
 
         result = start(async_op)
         if async_op:
@@ -157,9 +164,25 @@ class Stress:
         return lambda later: comm.exchange([(x, after)], [(into, before)], async_op=later), mine[before]
 
 
+def ops_of(dtype: torch.dtype) -> tuple[str, ...]:
+    """What the engine reduces a dtype by."""
+    if dtype.is_complex:
+        return "sum", "mean"
+    return ("sum", "max", "min", "prod", "mean") if dtype.is_floating_point else ("sum", "max", "min", "prod")
+
+
 def reduced(parts: list[Tensor], op: str) -> Tensor:
     stacked = torch.stack(parts)
-    return stacked.sum(0, dtype=stacked.dtype) if op == "sum" else getattr(stacked, f"a{op}")(0)
+    if op in ("sum", "prod"):
+        return getattr(stacked, op)(0, dtype=stacked.dtype)
+    return stacked.mean(0) if op == "mean" else getattr(stacked, f"a{op}")(0)
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    """torch does not compare every dtype: these are equal where their bytes are."""
+    if a.dtype in (torch.float8_e4m3fn, torch.float8_e5m2) and a.dtype is b.dtype:
+        a, b = (x.contiguous().view(torch.uint8) for x in (a, b))
+    return torch.equal(a, b)
 
 
 _PATTERN = (torch.arange(MOST + 8) % 5).to(torch.uint8)

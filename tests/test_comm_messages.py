@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -95,6 +96,32 @@ def test_parts_reach_their_ranks(world: World, size: int, dtype: torch.dtype) ->
             assert torch.equal(part, held(10 * src + rank, 2, 5, dtype=dtype))
         assert torch.equal(got["scatter_over_own"], held(1, size, 3, dtype=dtype)[rank])
         assert torch.equal(got["scattered_later"], held(rank, 2, 5, dtype=dtype))
+
+
+def overwrite_after_waiting(mesh: engine.Mesh, count: int, allocated: bool) -> list[bool]:
+    """Send, wait, overwrite, over and over from the same tensor, while the other rank asks for it late."""
+    comm, other = mesh.data, 1 - mesh.data.rank
+    x = comm.allocate((count,)) if allocated else torch.empty(count)
+    got = [torch.empty(count) for _ in range(4)]
+    for turn, into in enumerate(got):
+        x.copy_(held(comm.rank + 2 * turn, count))
+        if comm.rank == turn % 2:
+            time.sleep(0.02)
+        work = comm.exchange([(x, other)], async_op=True)
+        receive = comm.exchange(recvs=[(into, other)], async_op=True)
+        work.wait()
+        x.fill_(-1.0)
+        receive.wait()
+    return [torch.equal(into, held(other + 2 * turn, count).float()) for turn, into in enumerate(got)]
+
+
+@pytest.mark.parametrize("transport", ["torch", "shm"])
+@pytest.mark.parametrize("allocated", [False, True], ids=["private", "allocated"])
+@pytest.mark.parametrize("count", [5, 1000, 700_001], ids=["20 B", "4 kB", "2.8 MB"])
+def test_what_was_sent_may_be_overwritten_once_its_wait_is_over(
+    world: World, count: int, allocated: bool, transport: str
+) -> None:
+    assert world.run(Layout(data=2), overwrite_after_waiting, count, allocated, transport=transport) == [[True] * 4] * 2
 
 
 def refused(mesh: engine.Mesh) -> list[str]:

@@ -22,7 +22,7 @@ from tests.world import World, WorldError
 
 Mesh = engine.Mesh
 LARGE = 400_000  # of float32: in several pieces
-SOON = 5.0  # seconds; measured are milliseconds
+SOON = 1.0  # seconds; measured are milliseconds
 
 
 def open_mesh(rank: int, size: int, store: str, timeout: float = 20.0) -> Mesh:
@@ -111,7 +111,7 @@ def test_a_stopped_rank_is_reported_at_the_time_limit(world: World) -> None:
     first, second, third = world.run(3, wait_for_the_stopped, mesh=False)
     for text, seconds in (first, third):
         assert "all_reduce(sum) of float32 (400000,) on axis 'data' failed after 2." in text or "rank 1" in text
-        assert 1.5 < seconds < 2.0 + 3 * SOON
+        assert 1.5 < seconds < 2.0 + 5 * SOON  # the stopped rank is given a while to say where it is
         assert "rank 1" in text
     assert "timed out after 2 s waiting for rank 1" in first[0]
     assert "rank 1 does not answer: it is stopped, or its host is" in first[0]

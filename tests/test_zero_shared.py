@@ -194,6 +194,49 @@ def test_one_replica_needs_no_shared_memory(world: World) -> None:
     assert all(torch.equal(found[3][name], wanted[3][name]) for name in wanted[3])
 
 
+WIDTH = 64
+
+
+def squared(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, int]:
+    return (output - target).square().sum(), target.shape[0]
+
+
+def evaluated(mesh: engine.Mesh, share: bool) -> Any:
+    """Evaluate after each of three steps, on 5 rows for data rank 0 and 3 for data rank 1."""
+    layers = [engine.LayerSpec(nn.Linear, WIDTH, WIDTH) for _ in range(2)]
+    model = engine.PipelineModel(layers, mesh)
+    optimizer = ZeroOptimizer(model, torch.optim.AdamW, mesh, share_parameters=share, lr=1e-2)
+    step = engine.TrainStep(model, optimizer, squared, mesh, microbatches=2)
+    held_out = torch.randn(2, 8, WIDTH, generator=torch.Generator().manual_seed(1))
+    inputs, targets = (x.split([5, 3])[mesh.data.rank] for x in held_out)
+    losses, evaluations = [], []
+    for number in range(3):
+        x, y = torch.randn(2, 4, WIDTH, generator=torch.Generator().manual_seed(10 * number + mesh.data.rank))
+        losses.append(step(x, y).loss.item())
+        result = step.evaluate(inputs, targets)
+        evaluations.append((result.loss.item(), result.tokens.item()))
+    return losses, evaluations, engine.full_state_dict(model, mesh), held_out
+
+
+@shared_memory
+@pytest.mark.parametrize("layout", [Layout(data=2), Layout(data=2, pipeline=2)], ids=str)
+def test_evaluation_reads_the_shared_parameters_and_leaves_no_trace(world: World, layout: Layout) -> None:
+    apart = world.run(layout, evaluated, False)
+    shared = world.run(layout, evaluated, True)
+    _, _, state, (inputs, targets) = shared[0]
+    plain = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    plain.load_state_dict(state)
+    expected = squared(plain(inputs), targets)[0].item() / 8
+    for (losses, evaluations, weights, _), (own_losses, own_evaluations, own_weights, _) in zip(
+        shared, apart, strict=True
+    ):
+        assert losses == own_losses
+        assert evaluations == own_evaluations
+        assert all(torch.equal(weights[name], own_weights[name]) for name in own_weights)
+        assert evaluations[-1] == (pytest.approx(expected, rel=1e-5), 8)
+        assert len({loss for loss, _ in evaluations}) == 3, "each saw the weights of its step"
+
+
 class Frozen(nn.Module):
     """A part that is not trained: each rank keeps its own, and may change it."""
 
