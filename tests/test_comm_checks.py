@@ -57,6 +57,7 @@ def differ(rank: int, size: int, store: str, case: str) -> tuple[str, float]:
             "wire": lambda: comm.all_reduce(torch.ones(4), wire_dtype=torch.bfloat16 if odd else None),
             "object": lambda: comm.broadcast_object(1, 0) if odd else comm.barrier(),
             "gather": lambda: comm.gather(torch.ones(4), 0 if odd else 1),
+            "allocate": lambda: comm.allocate((-1 if odd else 4,)),
         }
         calls["empty"] = lambda: comm.all_reduce(torch.ones(0 if odd else 4))
         calls["indivisible"] = lambda: comm.reduce_scatter(torch.ones(5 if odd else 6))
@@ -89,6 +90,7 @@ def differ(rank: int, size: int, store: str, case: str) -> tuple[str, float]:
         ("unreducible", ["of float32 (4,)", "of int16 (4,)"]),
         ("order", ["call 4 is all_reduce(sum) of float32 (4,)", "call 4 is all_reduce(sum) of float32 (2, 2)"]),
         ("gather", ["gather of float32 (4,) with dst 0", "with dst 1"]),
+        ("allocate", ["allocate of float32 (4,)", "allocate of float32 (-1,)"]),
     ],
 )
 def test_different_calls_end_on_every_rank_with_each_sides_line(world: World, case: str, parts: list[str]) -> None:
@@ -120,6 +122,29 @@ def test_equal_calls_pass(world: World) -> None:
     for rank, (got, numel, moved, checks) in enumerate(world.run(2, alike, mesh=False)):
         assert (got, numel, checks) == ([float(1 - rank)] * 3, 2, True)
         assert moved == [2.0 * rank, 2.0 * rank + 1] * 2
+
+
+def waited_in_any_order(rank: int, size: int, store: str, transport: str, count: int) -> list[list[float]]:
+    """Two messages from each of two peers, each asked for by a call of its own; the last call is waited for first."""
+    with open_checked(rank, size, store, transport=transport) as mesh:
+        peers = [p for p in range(size) if p != rank]
+        works = []
+        for number in range(2):
+            for peer in peers:
+                x = torch.full((count,), 10.0 * rank + number)
+                works.append(mesh.data.exchange([(x, peer)], [(torch.empty(count), peer)], async_op=True))
+        got = {index: works[index].wait()[0] for index in (3, 2, 1, 0)}
+        return [[got[index].min().item(), got[index].max().item()] for index in range(4)]
+
+
+@pytest.mark.parametrize("count", [3, 1 << 19])
+@pytest.mark.parametrize("transport", ["torch", "shm"])
+def test_messages_of_equal_shape_keep_their_order_whichever_is_waited_for_first(
+    world: World, transport: str, count: int
+) -> None:
+    for rank, got in enumerate(world.run(3, waited_in_any_order, transport, count, mesh=False)):
+        peers = [p for p in range(3) if p != rank]
+        assert got == [[10.0 * peer + number] * 2 for number in range(2) for peer in peers]
 
 
 def mismatched_messages(rank: int, size: int, store: str, transport: str, count: int) -> str:
@@ -204,10 +229,10 @@ def one_is_missing(rank: int, size: int, store: str) -> str:
         for _ in range(2):
             mesh.data.all_reduce(torch.ones(3))
         if rank == 1:
-            dist.FileStore(f"{store}.told", size).wait(["told"], timedelta(seconds=30))
+            dist.FileStore(f"{store}.told", size).wait(["0", "2"], timedelta(seconds=30))
             return "was away"
         text = text_of(lambda: mesh.data.all_reduce(torch.ones(3), "max"))
-        dist.FileStore(f"{store}.told", size).set("told", "")
+        dist.FileStore(f"{store}.told", size).set(str(rank), "")
         return text
 
 

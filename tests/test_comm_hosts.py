@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -23,7 +24,7 @@ from torch import Tensor
 import engine
 from engine import Layout
 from engine.errors import CommunicationError
-from tests.world import World
+from tests.world import World, WorldError
 
 MAPS = ["aabb", "aab", "abaab", "abbbac", "abca"]
 DTYPES = [torch.float32, torch.bfloat16, torch.int8, torch.float64, torch.bool]
@@ -120,6 +121,28 @@ def test_each_group_takes_what_its_ranks_have(world: World) -> None:
     assert [each["data"] for each in found] == ["shm", "torch", "shm", "torch"]
 
 
+def low_precision(rank: int, size: int, store: str, hosts: str) -> list[Tensor]:
+    x = quarters(rank)
+    with open_on(rank, size, store, hosts, "shm") as mesh:
+        reduced = mesh.data.reduce(x.clone(), 1)
+        return [mesh.data.all_reduce(x.clone()), reduced, mesh.data.reduce_scatter(x)]
+
+
+def quarters(rank: int) -> Tensor:
+    """Of which float32 holds any sum of four, and bfloat16 hardly one of two."""
+    whole = torch.randint(-120, 120, (4000,), generator=torch.Generator().manual_seed(rank))
+    return (whole / 4).to(torch.bfloat16) * (1 + 30 * (rank % 2))
+
+
+def test_low_precision_is_summed_in_float32_over_all_hosts(world: World) -> None:
+    inputs = [quarters(rank) for rank in range(4)]
+    want = sum(x.float() for x in inputs).to(torch.bfloat16)  # type: ignore[union-attr]
+    for rank, (whole, reduced, part) in enumerate(world.run(4, low_precision, "abab", mesh=False)):
+        assert torch.equal(whole, want)
+        assert torch.equal(reduced, want if rank == 1 else inputs[rank])
+        assert torch.equal(part, want[rank * 1000 : (rank + 1) * 1000])
+
+
 def lost(rank: int, size: int, store: str, hosts: str) -> str:
     with open_on(rank, size, store, hosts, "shm") as mesh:
         mesh.data.barrier()
@@ -136,6 +159,24 @@ def test_a_rank_that_has_left_is_named_on_every_host(world: World) -> None:
     *texts, last = world.run(4, lost, "abab", mesh=False)
     assert last == "left"
     assert all("rank 3" in text and "all_reduce(sum)" in text for text in texts), texts
+
+
+def killed(rank: int, size: int, store: str, hosts: str) -> str:
+    mesh = open_on(rank, size, store, hosts, "shm")
+    mesh.data.barrier()
+    if rank == size - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        mesh.data.all_reduce(torch.ones(10))
+    except CommunicationError as error:
+        return str(error)  # with its mesh open: no other may hear of it by its end
+    return "no error"
+
+
+def test_a_killed_rank_is_named_at_once_on_every_host(world: World) -> None:
+    with pytest.raises(WorldError) as caught:
+        world.run(4, killed, "abab", mesh=False, timeout=15)
+    assert set(caught.value.reports) == {3}, "the others returned their errors well before the limit of a call"
 
 
 # ---- hosts that share nothing but a cable ------------------------------------------------------------------------

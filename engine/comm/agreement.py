@@ -43,6 +43,9 @@ class Agreement(Messages):
         """
         sizes = torch.Size(shape)
         call = Call(self._label, "allocate", None)
+        call.note = f" of {str(dtype).removeprefix('torch.')} {tuple(sizes)}{' shared' if shared else ''}"
+        if self._checks:
+            self._compare(call)
         if any(size < 0 for size in sizes):
             raise UsageError(f"{call}: shape {tuple(sizes)} has a negative size")
         if shared and self.size > 1 and not self._planned and not self.reads_in_place:

@@ -27,7 +27,7 @@ def _kinds(messages: Any) -> list[tuple[_Kind, int]]:
 class Call:
     """What is being called on which group. As text it names this rank, the operation and the axis."""
 
-    __slots__ = ("algorithm", "done", "label", "messages", "name", "op", "peer", "sequence", "wire_dtype", "x")
+    __slots__ = ("algorithm", "done", "label", "messages", "name", "note", "op", "peer", "sequence", "wire_dtype", "x")
 
     def __init__(self, label: str, name: str, x: Tensor | None, op: str | None = None, peer: int | None = None) -> None:
         """label: says who calls on which axis, with a place for the operation; x: the tensor; op: the reduction; peer:
@@ -39,6 +39,7 @@ class Call:
         self.algorithm = "native"
         self.wire_dtype: torch.dtype | None = None
         self.messages: tuple[Any, Any] | None = None
+        self.note = ""
         self.sequence = 0
         self.done = False
 
@@ -64,7 +65,7 @@ class Call:
             sends, recvs = self.messages
             listed = [f"to {p} {shape_of(x)}" for x, p in sends] + [f"from {p} {shape_of(x)}" for x, p in recvs]
             return f"{self.name} ({', '.join(listed)})"
-        text = self.name if self.op is None else f"{self.name}({self.op})"
+        text = self.name + self.note if self.op is None else f"{self.name}({self.op})"
         if self.x is not None:
             text += f" of {shape_of(self.x)}"
         if self.wire_dtype is not None:

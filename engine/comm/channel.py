@@ -18,7 +18,7 @@ from engine.comm.algorithms.plan import Hosts, Plan, block
 from engine.comm.algorithms.run import Messenger, Operation, Running, writes_only
 from engine.comm.arguments import check_reduction, check_tensors
 from engine.comm.call import Call
-from engine.comm.checks import check_call
+from engine.comm.checks import Expected, check_call
 from engine.comm.choice import NATIVE, OPERATIONS, Choice, Thresholds, algorithms_of
 from engine.comm.ledger import Ledger, payload_bytes, wire_bytes
 from engine.comm.monitor import Monitor
@@ -84,6 +84,7 @@ class Channel:
         self._loses_nan = self._tagged and transport is not None and not transport.keeps_nan
         self._planned = planned
         self._closed = False
+        self._expected: Expected = {}
         self._plans: dict[tuple[object, ...], tuple[Plan, bool]] = {}
         instruments = instruments or Instruments()
         self._ledger, self._monitor, self._checks = instruments.ledger, instruments.monitor, instruments.checks
@@ -139,8 +140,8 @@ class Channel:
     ) -> Call:
         """Return the record of a call on `x`, after checking the tensors and the reduction.
 
-        With `checks`, the ranks compare their calls first: what one rank alone would refuse, or has nothing to send
-        for, is then an error on all.
+        With `checks`, the ranks compare their calls first: what they do not call alike is then an error on all, also
+        where one of them would refuse it, or has nothing to send. (What is wrong with its own `out` is a rank's own.)
         """
         call = Call(self._label, name, x, op, peer)
         call.wire_dtype = wire_dtype

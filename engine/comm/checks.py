@@ -9,7 +9,10 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
+from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,10 +50,28 @@ def check_call(call: Call, algorithm: str, transport: Calls, device: torch.devic
     )
 
 
+@dataclass(eq=False)
+class _Expected:
+    """A message that is to come: its header is under way, itself it is received once that has been compared."""
+
+    call: Call
+    line: str
+    x: Tensor
+    peer: int
+    header: Tensor
+    work: Any = None
+    works: list[Any] = field(default_factory=list)
+
+
+Expected = dict[int, deque[_Expected]]
+"""By peer, the messages that no receive has been started for, in the order of their calls."""
+
+
 class CheckedExchange(Operation):
     """Messages that carry their dtype and shape before them, so that a receiver refuses what does not fit.
 
-    Everything is sent at once; a message is received only once its header has been compared, in `wait`.
+    Everything is sent at once; a message is received only once its header has been compared, in `wait`, after those of
+    earlier calls from the same peer: messages match in the order of the calls, whichever is waited for first.
     """
 
     def __init__(
@@ -61,14 +82,20 @@ class CheckedExchange(Operation):
         receives: Sequence[tuple[Tensor, int]],
         tag: int,
         header_tag: int,
+        expected: Expected,
     ) -> None:
+        """expected: of the group, for all of its exchanges."""
         self._tag = tag
-        self._call, self._transport, self._receives = call, transport, receives
-        self._line = source_line(sys._getframe(1))
-        self._headers = [(torch.empty(_WIDTH, dtype=torch.uint8), peer) for _, peer in receives]
-        own = [(_encode(json.dumps([shape_of(x), self._line])), peer) for x, peer in sends]
-        works = transport.exchange(own, self._headers, header_tag)
-        self._arriving = works[len(own) :]
+        self._transport, self._expected = transport, expected
+        line = source_line(sys._getframe(1))
+        self._receives = [
+            _Expected(call, line, x, peer, torch.empty(_WIDTH, dtype=torch.uint8)) for x, peer in receives
+        ]
+        own = [(_encode(json.dumps([shape_of(x), line])), peer) for x, peer in sends]
+        works = transport.exchange(own, [(each.header, each.peer) for each in self._receives], header_tag)
+        for each, work in zip(self._receives, works[len(own) :], strict=True):
+            each.work = work
+            expected.setdefault(each.peer, deque()).append(each)
         self._sent = [*works[: len(own)], *transport.exchange(sends, [], tag)]
         self._kept = (own, sends)
 
@@ -76,17 +103,23 @@ class CheckedExchange(Operation):
         """Raises UsageError on the receiving rank for a message that does not fit; its sender ends with an error when
         the receiver leaves, or at the time limit.
         """
-        works = []
-        for work, (header, peer), (x, _) in zip(self._arriving, self._headers, self._receives, strict=True):
-            self._transport.wait([work])
-            shape, theirs = json.loads(_decode(header))
-            if shape != shape_of(x):
-                raise UsageError(
-                    f"{self._call}: rank {peer} (global {self._transport.ranks[peer]}) sends {shape} at {theirs}, but "
-                    f"this rank receives it into {shape_of(x)} at {self._line}: dtype and shape must be the same"
-                )
-            works += self._transport.exchange([], [(x, peer)], self._tag)
-        self._transport.wait([*works, *self._sent])
+        for each in self._receives:
+            queue = self._expected[each.peer]
+            while not each.works:
+                self._receive(queue[0])
+                queue.popleft()
+        self._transport.wait([*(work for each in self._receives for work in each.works), *self._sent])
+
+    def _receive(self, each: _Expected) -> None:
+        """Compare a header, and start the receive of its message."""
+        self._transport.wait([each.work])
+        shape, theirs = json.loads(_decode(each.header))
+        if shape != shape_of(each.x):
+            raise UsageError(
+                f"{each.call}: rank {each.peer} (global {self._transport.ranks[each.peer]}) sends {shape} at {theirs}, "
+                f"but this rank receives it into {shape_of(each.x)} at {each.line}: dtype and shape must be the same"
+            )
+        each.works = self._transport.exchange([], [(each.x, each.peer)], self._tag)
 
 
 def fingerprint(x: Tensor) -> str:

@@ -333,8 +333,7 @@ class Communicator(Agreement):
         buffer = plain(x)
         if receives:
             mark_changed(x)
-        elif buffer is x and (call.algorithm == "native" or any(r.receives for r in self._plan(call, x.numel())[0])):
-            # A rank that only contributes gives a copy: backends, and the branches of trees, use it as scratch space.
+        elif buffer is x and self._scratches(call):
             buffer = x.clone()
         wire, wire_op = on_the_wire(buffer, op)
 
@@ -345,6 +344,15 @@ class Communicator(Agreement):
             return x if buffer is x else write(x, buffer)
 
         return self._run(call, lambda t: start(t, wire, wire_op), finish, (x, buffer, wire), async_op)
+
+    def _scratches(self, call: Call) -> bool:
+        """Whether what a rank only contributes to a reduction is used as scratch space: by some backends, and by the
+        branches of trees.
+        """
+        if call.algorithm == "native":
+            return self._transport is None or not self._transport.keeps_inputs
+        assert call.x is not None
+        return any(each.receives for each in self._plan(call, call.x.numel())[0])
 
     def _planned_run(self, call: Call, vector: Tensor, op: str) -> Works:
         """Start the call's plan over the flat vector that it changes."""

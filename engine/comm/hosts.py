@@ -7,6 +7,7 @@ all ranks: a sum is made by one rank, or from the same parts in the same order.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 
 import torch
@@ -14,10 +15,10 @@ from torch import Tensor
 
 from engine.comm.algorithms.plan import Hosts
 from engine.comm.arguments import flat
-from engine.comm.order import InOrder
-from engine.comm.shm.collectives import combine
+from engine.comm.order import InOrder, Task
+from engine.comm.shm.collectives import LOW, combine
 from engine.comm.shm.transport import REDUCIBLE, SharedMemoryTransport
-from engine.comm.transport import Transport, Works
+from engine.comm.transport import BackendError, Transport, Works
 from engine.errors import MemoryShortageError
 
 
@@ -33,17 +34,19 @@ class _OverHosts:
         self._leaders = [host[0] for host in hosts]
         self._local = None if local is None else local.collectives
         self._across, self._tag = across, tag
+        self._last: list[Tensor] = []  # words that nobody may take any more
 
     def barrier(self, token: Tensor) -> None:
         self.all_reduce(token, "max")
 
     def all_reduce(self, x: Tensor, op: str) -> None:
-        v = flat(x)
+        v = self._wide(flat(x), op)
         if self._local is not None:
             self._local.reduce(v, 0, op)
         if self._rank == self._leader:
             self._sum(v, [(v, leader) for leader in self._others], op)
         self._hand_out(v)
+        _put(flat(x), v)
 
     def broadcast(self, x: Tensor, src: int) -> None:
         v = flat(x)
@@ -58,7 +61,8 @@ class _OverHosts:
             self._hand_out(v)
 
     def reduce(self, x: Tensor, dst: int, op: str) -> None:
-        v = flat(x) if self._rank == dst else flat(x).clone()
+        v = self._wide(flat(x), op)
+        v = v.clone() if self._rank != dst and v.data_ptr() == x.data_ptr() else v
         root = next(host for host in self._hosts if dst in host)
         if self._local is not None:
             self._local.reduce(v, 0, op)
@@ -68,10 +72,13 @@ class _OverHosts:
             self._exchange([(v, root[0])], [])
         if self._home == root:
             self._hand_out(v)
+        if self._rank == dst:
+            _put(flat(x), v)
 
     def reduce_scatter(self, out: Tensor, x: Tensor, op: str) -> None:
         own = flat(out)
-        rows = flat(x).clone().view(-1, own.numel())
+        wide = self._wide(flat(x), op)
+        rows = (wide.clone() if wide.data_ptr() == x.data_ptr() else wide).view(-1, own.numel())
         if self._local is not None:
             self._local.reduce(rows, 0, op)
         sums = torch.stack([rows[rank] for rank in self._home])
@@ -102,6 +109,18 @@ class _OverHosts:
     def all_to_all(self, out: Tensor, x: Tensor) -> None:
         self._across.wait(self._across.all_to_all(out, x))
 
+    def fail(self) -> None:
+        """As the leader of a host, let the other leaders end the exchange that they are in, or come to."""
+        if self._rank == self._leader:
+            word = torch.ones(1, dtype=torch.uint8)
+            self._last.append(word)
+            with contextlib.suppress(BackendError):
+                self._across.exchange([(word, leader) for leader in self._others], [], self._tag)
+
+    def _wide(self, v: Tensor, op: str) -> Tensor:
+        """Return what is reduced in place of `v`: low precision is summed in float32 over all hosts."""
+        return v.float() if v.dtype in LOW and op in ("sum", "prod") else v
+
     @property
     def _others(self) -> list[int]:
         return [leader for leader in self._leaders if leader != self._rank]
@@ -118,6 +137,18 @@ class _OverHosts:
             self._local.broadcast(x, 0)
 
     def _exchange(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> None:
+        """Send and receive between leaders, once none of them says that its host has failed."""
+        word = torch.zeros(1, dtype=torch.uint8)
+        words = {leader: torch.zeros(1, dtype=torch.uint8) for _, leader in receives}
+        spoken = [(word, leader) for leader in dict.fromkeys(leader for _, leader in sends)]
+        heard = [(each, leader) for leader, each in words.items()]
+        works = self._across.exchange(spoken, heard, self._tag)
+        self._across.wait(works[len(spoken) :])  # first: one that has failed does not listen
+        failed = [self._across.ranks[leader] for leader, each in words.items() if each.item()]
+        if failed:
+            self._last.append(word)  # which is under way for good
+            raise BackendError(f"a rank on the host of rank {failed[0]} has failed")
+        self._across.wait(works[: len(spoken)])
         self._across.wait(self._across.exchange(sends, receives, self._tag))
 
 
@@ -135,7 +166,8 @@ class HostsTransport(InOrder):
         """hosts: the group's ranks on each host. local: over the ranks of this rank's, None where it is alone there.
         across: over the whole group. tag: of the messages between leaders, used for nothing else.
         """
-        super().__init__(across.ranks, rank, _OverHosts(rank, hosts, local, across, tag))
+        self._over = _OverHosts(rank, hosts, local, across, tag)
+        super().__init__(across.ranks, rank, self._over)
         self._local, self._across = local, across
 
     def exchange(
@@ -149,7 +181,8 @@ class HostsTransport(InOrder):
         return self._across.exchange(sends, receives, tag)
 
     def wait(self, works: Works) -> None:
-        self._across.wait(works)
+        self.wait_tasks(works)
+        self._across.wait([work for work in works if not isinstance(work, Task)])
 
     def allocate(self, nbytes: int, *, shared: bool = False) -> Tensor:
         del shared  # no memory spans hosts: `reads_in_place` says so, and the communicator refuses it
@@ -176,3 +209,10 @@ class HostsTransport(InOrder):
     def tell(self, reason: str) -> None:
         if self._local is not None:
             self._local.fail(reason)
+        self._over.fail()
+
+
+def _put(x: Tensor, sums: Tensor) -> None:
+    """Put sums where they belong, unless they were made there."""
+    if sums.data_ptr() != x.data_ptr():
+        x.copy_(sums)

@@ -179,7 +179,8 @@ class Messages(Channel):
         messenger = self._messenger
         assert messenger is not None
         if self._checks and self._tagged:
-            return [CheckedExchange(call, transport, sends, receives, messenger.message_tag, messenger.header_tag)]
+            tags = (messenger.message_tag, messenger.header_tag)
+            return [CheckedExchange(call, transport, sends, receives, *tags, self._expected)]
         return transport.exchange(sends, receives, messenger.message_tag)
 
     def _messages(self, sends: Sequence[tuple[Tensor, int]], recvs: Sequence[tuple[Tensor, int]]) -> Call:

@@ -97,6 +97,12 @@ class InOrder(_Run, Transport):
         """Tell the other ranks, now or when they come, that this one has failed."""
         raise NotImplementedError
 
+    def wait_tasks(self, works: Works) -> None:
+        """Wait for the calls among these that are on the thread."""
+        for work in works:
+            if isinstance(work, Task):
+                work.wait()
+
     def fail(self, reason: str) -> None:
         """Have no more calls: the ranks may be out of step."""
         if not self._broken:
@@ -143,7 +149,7 @@ class _Later(_Run):
         self._transport.wait(works)
 
 
-class _Task:
+class Task:
     """A call on the thread."""
 
     def __init__(self, run: Callable[[], None]) -> None:
@@ -169,14 +175,14 @@ class _Worker:
     """A thread that runs calls one after another."""
 
     def __init__(self) -> None:
-        self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
+        self._tasks: SimpleQueue[Task | None] = SimpleQueue()
         self.left = 0  # calls that are not through
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._serve, name="engine-order", daemon=True)
         self._thread.start()
 
-    def add(self, run: Callable[[], None]) -> _Task:
-        task = _Task(run)
+    def add(self, run: Callable[[], None]) -> Task:
+        task = Task(run)
         with self._lock:
             self.left += 1
         self._tasks.put(task)

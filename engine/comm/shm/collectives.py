@@ -28,7 +28,7 @@ _COMBINE: dict[str, Callable[..., Tensor]] = {
     "max": torch.maximum,
     "min": torch.minimum,
 }
-_LOW = (torch.bfloat16, torch.float16)
+LOW = (torch.bfloat16, torch.float16)
 _STEP = 1 << 18  # bytes that a sum over more than two ranks handles at a time, so that they stay in the cache
 _KEPT = 1024  # sizes whose views of the slots are kept
 _DIRECT = 1 << 18  # bytes above which a second meeting costs less than a copy
@@ -80,7 +80,7 @@ class Collectives:
         """Reduce `x` in place. Small: each rank sums all; large: each sums one block and reads the others' sums."""
         v = flat(x)
         head, nbytes = words.head("all_reduce", op, v.dtype, v.numel(), -1), v.numel() * v.element_size()
-        self._ready()
+        self._ready(head)
         if nbytes <= self._slot and nbytes * (self._size - 1) <= _DIRECT:
             combine(v, self._gathered(head, v), op)
         elif self._direct(head, v):
@@ -95,7 +95,7 @@ class Collectives:
         """Fill `x` with rank `src`'s."""
         v = flat(x)
         head = words.head("broadcast", "", v.dtype, v.numel(), src)
-        self._ready()
+        self._ready(head)
         mine = self._rank == src
         if v.numel() * v.element_size() > _DIRECT and self._direct(head, v if mine else None, src):
             if not mine:
@@ -114,7 +114,7 @@ class Collectives:
         """Reduce `x` into rank `dst`'s; the others' are only read."""
         v = flat(x)
         head = words.head("reduce", op, v.dtype, v.numel(), dst)
-        self._ready()
+        self._ready(head)
         if self._size > 2 and v.numel() * v.element_size() > _DIRECT:
             self._reduce_pieces(head, v, op, keep=self._rank == dst)
             return
@@ -127,7 +127,7 @@ class Collectives:
         """Reduce the rank's block of `x` into `out`."""
         v, own = flat(x), flat(out)
         head, part = words.head("reduce_scatter", op, v.dtype, v.numel(), -1), own.numel()
-        self._ready()
+        self._ready(head)
         if v.numel() * v.element_size() > _DIRECT and self._direct(head, v):
             first = self._rank * part
             peers = [self._peer(j, v, first, part) for j in self._others]
@@ -142,7 +142,7 @@ class Collectives:
         v = flat(x)
         parts = flat(out).view(self._size, v.numel())
         head = words.head("all_gather", "", v.dtype, v.numel(), -1)
-        self._ready()
+        self._ready(head)
         direct = out.numel() * v.element_size() > _DIRECT and self._direct(head, v)
         if direct:
             for j in self._others:
@@ -162,7 +162,7 @@ class Collectives:
         part = v.numel() // self._size
         parts = flat(out).view(self._size, part)
         head = words.head("all_to_all", "", v.dtype, v.numel(), -1)
-        self._ready()
+        self._ready(head)
         if v.numel() * v.element_size() > _DIRECT and self._direct(head, v):
             first = self._rank * part
             parts[self._rank].copy_(v[first : first + part])
@@ -273,10 +273,11 @@ class Collectives:
         self._turn ^= 1
         return found
 
-    def _ready(self) -> None:
-        """Make the slots, smaller where memory is short."""
+    def _ready(self, head: bytes) -> None:
+        """Make the slots, smaller where memory is short. head: of the operation that is the first to need them."""
         if self._slot:
             return
+        self._meet(head)  # else ranks that differ in their first call would hear of this allocation, not of that call
         kinds = 2 if self._size == 2 else 4
         least = -(-_WIDEST * self._size // _LEAST) * _LEAST  # an element for each rank
         slot = max(least, min(_PIECE, self._staging // (kinds * self._size)) // _LEAST * _LEAST)
@@ -300,7 +301,7 @@ def combine(out: Tensor, parts: Sequence[Tensor], op: str) -> None:
         return
     for start, stop in _cut(out.numel(), _STEP // out.element_size()):
         into = out[start:stop]
-        wide = out.dtype in _LOW and op in ("sum", "prod")
+        wide = out.dtype in LOW and op in ("sum", "prod")
         total = parts[0][start:stop].float() if wide else into
         reduce(total if wide else parts[0][start:stop], parts[1][start:stop], out=total)
         for part in parts[2:]:

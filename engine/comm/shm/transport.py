@@ -60,9 +60,7 @@ class SharedMemoryTransport(InOrder):
         messages = [work for work in works if isinstance(work, Message)]
         if messages:
             self._mail.wait(messages)
-        for work in works:
-            if not isinstance(work, Message):
-                work.wait()
+        self.wait_tasks(works)
 
     def allocate(self, nbytes: int, *, shared: bool = False) -> Tensor:
         """Return `nbytes` of zeroed memory, which the other ranks read without a copy; with `shared`, the same memory
