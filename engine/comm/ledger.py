@@ -2,7 +2,8 @@
 
 payload: bytes of the whole vector of an operation, as nccl-tests counts them: of an all-gather's result, of a
 reduce-scatter's input, else of the tensor; of messages, those that this rank sends. wire: bytes that this rank sends:
-exactly, where the engine sends the messages itself, else what the ring that backends use sends, per rank on average.
+exactly, of messages and of algorithms that are made of them; else (`native`) what the ring that backends use sends, per
+rank on average. That is also what counts over shm, where nothing is sent, and over hosts, where only leaders send.
 Objects (broadcast_object) count as calls only, and what the checks send is not counted.
 """
 
