@@ -107,6 +107,51 @@ def test_all_ranks_end_with_the_same_bits(world: World) -> None:
     )
 
 
+def sent_across(rank: int, size: int, store: str, hosts: str) -> dict[str, int]:
+    """Return the bytes that each operation makes this rank send by the backend."""
+    found: dict[str, int] = {}
+    with open_on(rank, size, store, hosts, "shm") as mesh:
+        comm, across = mesh.data, mesh.data._transport._across  # type: ignore[union-attr]
+        exchange, total = across.exchange, 0
+
+        def count(sends: Any, *more: Any) -> Any:
+            nonlocal total
+            # All but the byte that says whether a host has failed.
+            total += sum(x.nbytes for x, _ in sends if (x.dtype, x.numel()) != (torch.uint8, 1))
+            return exchange(sends, *more)
+
+        across.exchange = count
+        calls = {
+            "all_reduce": lambda: comm.all_reduce(torch.ones(12)),
+            "bf16": lambda: comm.all_reduce(torch.ones(12, dtype=torch.bfloat16)),
+            "reduce_scatter": lambda: comm.reduce_scatter(torch.ones(12)),
+            "all_gather": lambda: comm.all_gather(torch.ones(2)),
+            "broadcast": lambda: comm.broadcast(torch.ones(12), 3),
+            "reduce": lambda: comm.reduce(torch.ones(12), 4),
+            "barrier": comm.barrier,
+        }
+        for name, call in calls.items():
+            total = 0
+            call()
+            found[name] = total
+    return found
+
+
+def test_leaders_alone_send_and_what_the_docs_say(world: World) -> None:
+    s, n = 48, 6  # bytes of 12 fp32 values; leaders are 0, 1 and 5, of hosts of 2, 3 and 1 ranks
+    wanted = {
+        "all_reduce": {0: 2 * s, 1: 2 * s, 5: 2 * s},
+        "bf16": {0: 2 * s, 1: 2 * s, 5: 2 * s},  # in fp32
+        "reduce_scatter": {0: 4 * s // n, 1: 3 * s // n, 5: 5 * s // n},
+        "all_gather": {0: 2 * 2 * s // n, 1: 2 * 3 * s // n, 5: 2 * 1 * s // n},
+        "broadcast": {1: 2 * s},
+        "reduce": {1: s, 5: s},
+        "barrier": {0: 8, 1: 8, 5: 8},
+    }
+    for rank, found in enumerate(world.run(n, sent_across, "abbbac", mesh=False)):
+        assert found == {name: sent.get(rank, 0) for name, sent in wanted.items()}
+
+
 def transports(rank: int, size: int, store: str, hosts: str) -> dict[str, str]:
     with open_on(rank, size, store, hosts, "shm", data=2, tensor=2) as mesh:
         mesh.world.barrier()
