@@ -47,72 +47,97 @@ class Places:
         return all(bool((each == -3).all()) for around in self._watched.values() for each in around)
 
 
+class Case:
+    """One count, with the tensors of the ranks in a mask's bits in memory of `allocate`."""
+
+    def __init__(self, comm: engine.Communicator, places: Places, mask: int, count: int) -> None:
+        self.comm, self.places, self.count = comm, places, count
+        self.here = bool(mask >> comm.rank & 1)
+        self.parts = [held(r, count) for r in range(comm.size)]
+        self.whole = [held(r, count * comm.size, 1) for r in range(comm.size)]
+        self.own, self.joined = self.parts[comm.rank], torch.cat(self.parts)
+        self.wrong: list[str] = []
+        self._name = f"mask {mask:b}, {count}:"
+
+    def given(self, x: Tensor) -> Tensor:
+        """Return `x` in this rank's kind of memory."""
+        return self.places.put(x, self.here)
+
+    def out(self, count: int, *, registered: bool) -> Tensor:
+        """Return a place for a result."""
+        return self.places.put(torch.zeros(count), registered, 1)
+
+    def check(self, what: str, got: Tensor, wanted: Tensor) -> None:
+        if not torch.equal(got, wanted):
+            self.wrong.append(f"{self._name} {what}")
+        if not self.places.intact():
+            self.wrong.append(f"{self._name} {what} wrote beside its tensor")
+
+
+def reduce_and_broadcast(case: Case) -> None:
+    comm, own, check = case.comm, case.own, case.check
+    stacked = torch.stack(case.parts)
+    for op, total in (("sum", stacked.sum(0)), ("max", stacked.amax(0)), ("mean", stacked.sum(0) / comm.size)):
+        check(f"all_reduce {op}", comm.all_reduce(case.given(own), op), total)
+        check(f"all_reduce {op} async", comm.all_reduce(case.given(own), op, async_op=True).wait(), total)
+        check(f"reduce {op}", comm.reduce(case.given(own), 1, op), total if comm.rank == 1 else own)
+    for src in range(comm.size):
+        check(f"broadcast {src}", comm.broadcast(case.given(own), src), case.parts[src])
+
+
+def reduce_scatter(case: Case) -> None:
+    comm, check, whole = case.comm, case.check, case.whole[case.comm.rank]
+    summed = torch.stack(case.whole).sum(0).view(comm.size, case.count)[comm.rank]
+    given = case.given(whole)
+    check("reduce_scatter", comm.reduce_scatter(given), summed)
+    check("reduce_scatter's input", given, whole)
+    kept = whole.clone().view(comm.size, case.count)
+    kept[comm.rank] = summed
+    part = given.view(comm.size, case.count)[comm.rank]
+    check("reduce_scatter into its part", comm.reduce_scatter(given, out=part), summed)
+    check("reduce_scatter beside its part", given, kept.view(-1))
+    given, out = case.given(whole), case.out(case.count, registered=case.here)
+    check("reduce_scatter into out", comm.reduce_scatter(given, out=out), summed)
+
+
+def all_gather(case: Case) -> None:
+    comm, own, check, total = case.comm, case.own, case.check, case.count * case.comm.size
+    given = case.given(own)
+    check("all_gather", comm.all_gather(given), case.joined)
+    check("all_gather's input", given, own)
+    out = case.given(torch.zeros(total))
+    part = out.view(comm.size, case.count)[comm.rank].copy_(own)
+    check("all_gather of its part", comm.all_gather(part, out=out), case.joined)
+    given, out = case.given(own), case.out(total, registered=not case.here)
+    check("all_gather into out", comm.all_gather(given, out=out), case.joined)
+
+
+def move(case: Case) -> None:
+    comm, own, check, size, rank = case.comm, case.own, case.check, case.comm.size, case.comm.rank
+    mixed = torch.cat([each.view(size, case.count)[rank] for each in case.whole])
+    given, out = case.given(case.whole[rank]), case.out(case.count * size, registered=case.here)
+    check("all_to_all", comm.all_to_all(given, out=out), mixed)
+    check("all_to_all's input", given, case.whole[rank])
+    after, before = (rank + 1) % size, (rank - 1) % size
+    given, out = case.given(own), case.out(case.count, registered=case.here)
+    check("exchange", comm.exchange([(given, after)], [(out, before)])[0], case.parts[before])
+    check("exchange's input", given, own)
+    given = case.given(own)
+    check("exchange in place", comm.exchange([(given, after)], [(given, before)])[0], case.parts[before])
+    gathered = comm.gather(case.given(own), 0)
+    if gathered is not None:
+        check("gather", torch.cat(gathered), case.joined)
+
+
 def call_everything(mesh: Mesh, masks: list[int]) -> list[str]:
-    """Every operation, with the tensors of the ranks in a mask's bits in memory of `allocate`."""
-    comm, size, rank = mesh.data, mesh.data.size, mesh.data.rank
-    wrong: list[str] = []
-    places = Places(comm, max(COUNTS) * size)
+    """Return what went wrong in every operation, for every mask and count."""
+    places, wrong = Places(mesh.data, max(COUNTS) * mesh.data.size), []
     for mask in masks:
-        here = bool(mask >> rank & 1)
         for count in COUNTS:
-            parts = [held(r, count) for r in range(size)]
-            whole = [held(r, count * size, 1) for r in range(size)]
-            own, name = parts[rank], f"mask {mask:b}, {count}:"
-
-            def check(what: str, got: Tensor, wanted: Tensor, name: str = name) -> None:
-                if not torch.equal(got, wanted):
-                    wrong.append(f"{name} {what}")
-                if not places.intact():
-                    wrong.append(f"{name} {what} wrote beside its tensor")
-
-            for op, total in (
-                ("sum", torch.stack(parts).sum(0)),
-                ("max", torch.stack(parts).amax(0)),
-                ("mean", torch.stack(parts).sum(0) / size),
-            ):
-                check(f"all_reduce {op}", comm.all_reduce(places.put(own, here), op), total)
-                check(f"all_reduce {op} async", comm.all_reduce(places.put(own, here), op, async_op=True).wait(), total)
-                given = places.put(own, here)
-                check(f"reduce {op}", comm.reduce(given, 1, op), total if rank == 1 else own)
-            for src in range(size):
-                check(f"broadcast {src}", comm.broadcast(places.put(own, here), src), parts[src])
-
-            summed = torch.stack(whole).sum(0).view(size, count)[rank]
-            given = places.put(whole[rank], here)
-            check("reduce_scatter", comm.reduce_scatter(given), summed)
-            check("reduce_scatter's input", given, whole[rank])
-            kept = whole[rank].clone().view(size, count)
-            kept[rank] = summed
-            part = given.view(size, count)[rank]
-            check("reduce_scatter into its part", comm.reduce_scatter(given, out=part), summed)
-            check("reduce_scatter beside its part", given, kept.view(-1))
-            given, out = places.put(whole[rank], here), places.put(own * 0, here, 1)
-            check("reduce_scatter into out", comm.reduce_scatter(given, out=out), summed)
-
-            joined = torch.cat(parts)
-            given = places.put(own, here)
-            check("all_gather", comm.all_gather(given), joined)
-            check("all_gather's input", given, own)
-            out = places.put(torch.zeros(count * size), here)
-            part = out.view(size, count)[rank].copy_(own)
-            check("all_gather of its part", comm.all_gather(part, out=out), joined)
-            given, out = places.put(own, here), places.put(torch.zeros(count * size), not here, 1)
-            check("all_gather into out", comm.all_gather(given, out=out), joined)
-
-            mixed = torch.cat([each.view(size, count)[rank] for each in whole])
-            given, out = places.put(whole[rank], here), places.put(torch.zeros(count * size), here, 1)
-            check("all_to_all", comm.all_to_all(given, out=out), mixed)
-            check("all_to_all's input", given, whole[rank])
-
-            after, before = (rank + 1) % size, (rank - 1) % size
-            given, out = places.put(own, here), places.put(own * 0, here, 1)
-            check("exchange", comm.exchange([(given, after)], [(out, before)])[0], parts[before])
-            check("exchange's input", given, own)
-            given = places.put(own, here)
-            check("exchange in place", comm.exchange([(given, after)], [(given, before)])[0], parts[before])
-            gathered = comm.gather(places.put(own, here), 0)
-            if gathered is not None:
-                check("gather", torch.cat(gathered), joined)
+            case = Case(mesh.data, places, mask, count)
+            for calls in (reduce_and_broadcast, reduce_scatter, all_gather, move):
+                calls(case)
+            wrong += case.wrong
     return wrong
 
 
