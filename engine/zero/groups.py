@@ -22,6 +22,31 @@ def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
+def agreed_groups(
+    model: nn.Module,
+    optimizer_class: type[torch.optim.Optimizer],
+    mesh: Mesh,
+    groups: Sequence[Mapping[str, Any]] | None,
+    options: Mapping[str, Any],
+    kwargs: Mapping[str, Any],
+) -> list[tuple[dict[str, Any], list[Named]]]:
+    """Return the parameter groups, once every rank was given the same, and something that can work. Raises UsageError
+    on every rank.
+    """
+    stage, bucket_mib = options["stage"], options["bucket_mib"]
+    check_classes(model, optimizer_class, mesh)
+    if stage not in (0, 1, 2):
+        raise UsageError(f"stage={stage!r}: ZeRO stages are 0, 1 and 2")
+    if not (isinstance(bucket_mib, int | float) and bucket_mib > 0):
+        raise UsageError(f"bucket_mib={bucket_mib!r}: a bucket needs a size above 0 MiB")
+    placed = named_groups(model, groups)
+    check_same(mesh, model, placed, optimizer_class, {**options, **kwargs})
+    if options["share_parameters"]:
+        check_sharing(mesh, stage)
+    check_ties(mesh, model, placed)
+    return placed
+
+
 def named_groups(
     model: nn.Module, groups: Sequence[Mapping[str, Any]] | None
 ) -> list[tuple[dict[str, Any], list[Named]]]:

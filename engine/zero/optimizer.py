@@ -23,16 +23,7 @@ from engine.comm.work import Work
 from engine.errors import UsageError
 from engine.placement import Tied, placements_of, ties_of
 from engine.zero.buckets import FlatBucket
-from engine.zero.groups import (
-    Named,
-    check_classes,
-    check_same,
-    check_shards,
-    check_sharing,
-    check_ties,
-    named_groups,
-    options_of,
-)
+from engine.zero.groups import Named, agreed_groups, check_shards, options_of
 from engine.zero.norm import clip_factor, global_norm
 from engine.zero.plan import ParameterInfo, plan_buckets
 from engine.zero.ties import share
@@ -80,42 +71,26 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Raises UsageError on every rank for a model, groups or options that do not fit, or that differ between ranks,
         before anything is changed.
         """
-        check_classes(model, optimizer_class, mesh)
-        if stage not in (0, 1, 2):
-            raise UsageError(f"stage={stage!r}: ZeRO stages are 0, 1 and 2")
-        if not (isinstance(bucket_mib, int | float) and bucket_mib > 0):
-            raise UsageError(f"bucket_mib={bucket_mib!r}: a bucket needs a size above 0 MiB")
-        self._mesh, self._model, self._stage = mesh, model, stage
-        placed = named_groups(model, groups)
         options = {"stage": stage, "bucket_mib": bucket_mib, "share_parameters": share_parameters}
-        check_same(mesh, model, placed, optimizer_class, {**options, **optimizer_kwargs})
-        if share_parameters:
-            check_sharing(mesh, stage)
+        placed = agreed_groups(model, optimizer_class, mesh, groups, options, optimizer_kwargs)
+        self._mesh, self._model, self._stage = mesh, model, stage
         self._shares = share_parameters and mesh.data.size > 1
-        check_ties(mesh, model, placed)
         self._named = [each for _, members in placed for each in members]
-        parameters = [parameter for _, parameter in self._named]
-        names = {id(parameter): name for name, parameter in self._named}
-        self._holders = [
-            (names[id(parameter)], module._parameters, key, parameter)
-            for module in model.modules()
-            for key, parameter in module._parameters.items()
-            if id(parameter) in names
-        ]
+        self._holders = _holders(model, self._named)
         self._placements = placements_of(model)
         if mesh.checks:
             check_shards(mesh, self._placements, self._named)
         self._ties = _own_ties(model, self._named)
         _broadcast(model, self._placements, self._ties, mesh)
-        infos = [
+        self._infos = [
             ParameterInfo(name, parameter.numel(), parameter.dtype, group, self._is_counted(name))
             for group, (_, members) in enumerate(placed)
             for name, parameter in members
         ]
-        self._infos = infos
-        plans = plan_buckets(infos, bucket_mib * _MIB, mesh.data.size)
+        parameters = [parameter for _, parameter in self._named]
         self._buckets = [
-            FlatBucket(plan, parameters, mesh.data, mesh.device, stage=stage, share=self._shares) for plan in plans
+            FlatBucket(plan, parameters, mesh.data, mesh.device, stage=stage, share=self._shares)
+            for plan in plan_buckets(self._infos, bucket_mib * _MIB, mesh.data.size)
         ]
         self._inner = self._make_inner(optimizer_class, placed, optimizer_kwargs)
         self._phase = "collecting"
@@ -359,6 +334,21 @@ class ZeroOptimizer(torch.optim.Optimizer):
             for run in bucket.plan.ranges(bucket.start, bucket.stop, key=lambda index: self._infos[index].counted):
                 if run.key:
                     yield bucket.gradient(run.start, run.stop)
+
+
+def _holders(
+    model: nn.Module, named: Sequence[Named]
+) -> list[tuple[str, dict[str, nn.Parameter | None], str, nn.Parameter]]:
+    """Return every place in the model that holds a trained parameter, as (its name, a module's parameters, the key in
+    them, it).
+    """
+    names = {id(parameter): name for name, parameter in named}
+    return [
+        (names[id(parameter)], module._parameters, key, parameter)
+        for module in model.modules()
+        for key, parameter in module._parameters.items()
+        if parameter is not None and id(parameter) in names
+    ]
 
 
 def _settle(works: Sequence[Work | None]) -> None:
