@@ -14,7 +14,7 @@ from engine.comm.call import Call
 from engine.comm.messages import Messages
 from engine.comm.objects import broadcast_object
 from engine.comm.transport import Calls, Works
-from engine.errors import UsageError
+from engine.errors import MemoryShortageError, UsageError
 
 
 class Agreement(Messages):
@@ -41,8 +41,12 @@ class Agreement(Messages):
         shared memory, and MemoryShortageError on every rank, with what is needed and what is free, before anything is
         taken.
         """
-        sizes = torch.Size(shape)
         call = Call(self._label, "allocate", None)
+        if isinstance(shape, int) or not isinstance(dtype, torch.dtype):
+            raise UsageError(
+                f"{call}: shape is a sequence of sizes and dtype a torch.dtype, not {shape!r} and {dtype!r}"
+            )
+        sizes = torch.Size(shape)
         call.note = f" of {str(dtype).removeprefix('torch.')} {tuple(sizes)}{' shared' if shared else ''}"
         if self._checks:
             self._compare(call)
@@ -54,6 +58,8 @@ class Agreement(Messages):
                 f"{self.device.type} does not: take transport='shm', CPU ranks on one host"
             )
         nbytes = sizes.numel() * dtype.itemsize
+        if nbytes >= 1 << 62:
+            raise MemoryShortageError(f"{call}: {nbytes} bytes are more than any machine has")
         if nbytes and self._transport is not None and self.device.type == "cpu":
             box: list[Tensor | None] = []
 

@@ -20,6 +20,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
+from engine.comm.sockets import close_in_children
 from engine.comm.source import source_line
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ class Monitor:
         self._socket = socket.create_server(
             (interface, 0), family=socket.AF_INET6 if ":" in interface else socket.AF_INET, backlog=64
         )
+        close_in_children([self._socket])  # or a child would keep the address of a rank that has ended
         self._closing = False
         self._thread = threading.Thread(target=self._serve, name="engine-monitor", daemon=True)
         self._thread.start()

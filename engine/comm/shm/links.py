@@ -14,9 +14,9 @@ import select
 import socket
 import struct
 import time
-import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
+from engine.comm.sockets import close_in_children
 from engine.comm.transport import BackendError
 from engine.errors import UsageError
 
@@ -128,16 +128,11 @@ def _check_owner(peer: socket.socket) -> None:
         )
 
 
-def close_in_children(sockets: Sockets) -> None:
-    """Let processes that this one forks, say a loader's workers, close its sockets: these must end when it does."""
-    known = [weakref.ref(each) for each in sockets.values()]
-
-    def close() -> None:
-        for reference in known:
-            if (each := reference()) is not None:
-                each.close()
-
-    os.register_at_fork(after_in_child=close)
+def close_all(descriptors: Iterable[int]) -> None:
+    """Close descriptors; -1 is none."""
+    for each in descriptors:
+        if each >= 0:
+            os.close(each)
 
 
 class Links:
@@ -155,7 +150,7 @@ class Links:
         for peer in sockets.values():
             peer.setblocking(True)
             peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, int(_SLICE * 1e6)))
-        close_in_children(sockets)
+        close_in_children(sockets.values())
         self._send = [(j, sockets[j].send) for j in sorted(sockets)]
         self._receive = [(j, sockets[j].recv) for j in sorted(sockets)]
 
@@ -173,9 +168,10 @@ class Links:
                     answer = receive(_PACKET)
                     break
                 except BlockingIOError:
-                    deadline = self._patience(deadline, j)
+                    pass  # a slice of the wait is over
                 except ConnectionResetError:
                     continue  # it left without reading all, which the kernel tells once; what it said comes next
+                deadline = self._patience(deadline, j)
             if not answer:
                 raise self._gone(j)
             if answer[:1] == _ABORT:
@@ -184,8 +180,8 @@ class Links:
         return words
 
     def hand_over(self, fd: int, root: int = -1) -> dict[int, int]:
-        """Give every peer a descriptor, and return theirs by rank; the caller closes them. A meeting of its own. With
-        `root`, only that rank gives one.
+        """Give every peer a descriptor, and return theirs by rank, -1 for one that this process has no room for; the
+        caller closes them. A meeting of its own. With `root`, only that rank gives one.
         """
         found: dict[int, int] = {}
         try:
@@ -197,7 +193,7 @@ class Links:
                 deadline = 0.0
                 while j not in found:
                     try:
-                        word, fds, _, _ = socket.recv_fds(self._sockets[j], _PACKET, 1)
+                        word, fds, flags, _ = socket.recv_fds(self._sockets[j], _PACKET, 1)
                     except BlockingIOError:
                         deadline = self._patience(deadline, j)
                         continue
@@ -205,12 +201,11 @@ class Links:
                         continue
                     if word[:1] == _ABORT:
                         raise BackendError(word[1:].decode(errors="replace"))
-                    if not fds:
+                    if not fds and not flags & socket.MSG_CTRUNC:
                         raise self._gone(j)
-                    found[j] = fds[0]
+                    found[j] = fds[0] if fds else -1
         except BaseException as error:
-            for each in found.values():
-                os.close(each)
+            close_all(found.values())
             if isinstance(error, OSError):
                 raise BackendError(f"memory could not be handed over: {error.strerror}") from error
             raise

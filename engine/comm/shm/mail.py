@@ -26,9 +26,10 @@ from torch import Tensor
 
 from engine.comm.arguments import flat, outside_autograd
 from engine.comm.shm import words
-from engine.comm.shm.links import Sockets, close_in_children
+from engine.comm.shm.links import Sockets
 from engine.comm.shm.memory import map_segment, reserve, shortage
 from engine.comm.shm.segments import Segments
+from engine.comm.sockets import close_in_children
 from engine.comm.transport import BackendError
 from engine.errors import MemoryShortageError
 
@@ -97,7 +98,7 @@ class Mail:
         self._by_socket = {peer.socket.fileno(): j for j, peer in self._peers.items()}
         for peer in sockets.values():
             peer.setblocking(False)
-        close_in_children(sockets)
+        close_in_children(sockets.values())
         self._names, self._limit, self._segments = names, limit, segments
         self._own, self._failed = names[rank], failed
         most = staging // (_SLOTS * len(names) * (len(names) - 1))
@@ -108,6 +109,7 @@ class Mail:
         self._thread: threading.Thread | None = None
         self._wake: tuple[socket.socket, socket.socket] | None = None
         self._closing = False
+        self._moving = False  # whether one of the threads that wait moves the messages of all
 
     @property
     def box_bytes(self) -> int:
@@ -121,16 +123,22 @@ class Mail:
         out = [Message(flat(x), tag, j, out=True) for x, j in sends]
         into = [Message(flat(x), tag, j) for x, j in receives]
         with self._lock:
+            if self._error:
+                raise BackendError(self._error)
             if later and self._thread is None:
                 self._wake = socket.socketpair()
                 self._thread = threading.Thread(target=self._serve, name="engine-mail", daemon=True)
                 self._thread.start()
-            for message in into:
-                self._post(message)
-            for message in out:
-                self._peers[message.peer].outgoing.append(message)
-            for j in dict.fromkeys(message.peer for message in out):
-                self._put(j)
+            try:
+                for message in into:
+                    self._post(message)
+                for message in out:
+                    self._peers[message.peer].outgoing.append(message)
+                for j in dict.fromkeys(message.peer for message in out):
+                    self._put(j)
+            except Exception as error:  # what was started stays behind, so there can be no more
+                self._failed(f"rank {self._own} could not start its messages: {error}")
+                raise
         return [*out, *into]
 
     def wait(self, messages: Sequence[Message]) -> None:
@@ -143,7 +151,7 @@ class Mail:
                 if left <= 0:
                     late = ", ".join(f"rank {self._names[j]}" for j in _late(messages))
                     raise self._fail(f"timed out after {self._limit:g} s waiting for {late}")
-                if self._thread is not None:
+                if self._thread is not None or self._moving:
                     self._moved.wait(left)
                 else:
                     self._move(left)
@@ -194,24 +202,38 @@ class Mail:
                     self._moved.notify_all()
 
     def _move(self, seconds: float) -> None:
-        """Wait until something comes from any peer, and handle it: the one that is waited for may wait for another."""
+        """Wait until something comes from any peer, and handle it: the one that is waited for may wait for another.
+        Others may start messages meanwhile, and wait for this one to move theirs.
+        """
         poll = select.poll()
         for peer in self._peers.values():
             if not peer.gone:
                 poll.register(peer.socket, select.POLLIN)
-        for number, _ in poll.poll(max(1, int(seconds * 1000))):
-            self._read(self._by_socket[number])
+        self._moving = True
+        try:
+            self._lock.release()
+            try:
+                ready = poll.poll(max(1, int(seconds * 1000)))
+            finally:
+                self._lock.acquire()
+            for number, _ in ready:
+                self._read(self._by_socket[number])
+        finally:
+            self._moving = False
+            self._moved.notify_all()
 
     def _read(self, j: int) -> None:
         """Handle every packet that has come from a peer."""
         peer = self._peers[j]
         while not peer.gone:
             try:
-                packet, fds, _, _ = socket.recv_fds(peer.socket, 4096, 1)
+                packet, fds, flags, _ = socket.recv_fds(peer.socket, 4096, 1)
             except BlockingIOError:
                 return
             except ConnectionResetError:
                 continue  # it left without reading all, which the kernel tells once; what it said comes next
+            if flags & socket.MSG_CTRUNC:
+                raise self._fail(f"rank {self._own} cannot take a mailbox: it has too many open files (`ulimit -n`)")
             if not packet:
                 peer.gone = peer.deaf = True
             elif packet[:1] == b"D":
@@ -338,7 +360,7 @@ class Mail:
             self._match(j, message, kind, count)
         else:
             with torch.inference_mode(False):
-                message = Message(torch.empty(count, dtype=kind), tag, j)
+                message = Message(torch.empty(count, dtype=kind, device="cpu"), tag, j)
             peer.early.setdefault(tag, deque()).append(message)
         if number < 0:
             peer.arriving = message

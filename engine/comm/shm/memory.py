@@ -25,7 +25,10 @@ def reserve(nbytes: int, what: str) -> int:
     what: named in the error. Raises MemoryShortageError when the kernel refuses, for want of memory or for a limit on
     the size of files (`ulimit -f`).
     """
-    fd = os.memfd_create("engine", os.MFD_CLOEXEC)
+    try:
+        fd = os.memfd_create("engine", os.MFD_CLOEXEC)
+    except OSError as error:
+        raise MemoryShortageError(f"{what} needs a descriptor, and the kernel refused: {error.strerror}") from error
     try:
         os.posix_fallocate(fd, 0, nbytes)
     except OSError as error:
@@ -44,7 +47,7 @@ def map_segment(fd: int, nbytes: int) -> Tensor:
     """
     with torch.inference_mode(False):
         storage = torch.UntypedStorage.from_file(f"/proc/self/fd/{fd}", True, nbytes)
-        return torch.empty(0, dtype=torch.uint8).set_(storage)  # type: ignore[arg-type]
+        return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)  # type: ignore[arg-type]
 
 
 def shortage(nbytes: int, what: str) -> str:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import struct
 import threading
 import weakref
 from bisect import bisect_right
+from collections import deque
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from engine.comm.shm import words
-from engine.comm.shm.links import Links
+from engine.comm.shm.links import Links, close_all
 from engine.comm.shm.memory import map_segment, reserve, shortage
 from engine.comm.transport import BackendError
 from engine.errors import MemoryShortageError
@@ -30,12 +31,15 @@ class Segments:
         self._name = name
         self._next = 0
         self._mapped: dict[int, list[Tensor]] = {}  # by number of the segment: the bytes of every rank but this one
-        self._own: dict[int, tuple[int, int]] = {}  # first and last address of this rank's part
+        self._own: dict[int, tuple[int, int, weakref.ref[torch.UntypedStorage]]] = {}  # addresses of this rank's part
         self._arrived = threading.Condition()  # told when a segment is mapped
         self._table: tuple[list[int], list[int]] = ([], [])  # the same sorted: first addresses, numbers
-        self._freed: list[int] = []  # segments that this rank has let go, not yet told
+        self._dead: deque[int] = deque()  # segments that this rank has let go: finalizers append, on any thread
+        self._freed: list[int] = []  # the same, not yet told to the others
         self._gone: dict[int, int] = {}  # how many ranks have let a segment go
-        self.reserved = 0  # bytes of this rank
+        self._bytes = 0  # of this rank
+        self._shared_dead: deque[int] = deque()  # bytes of shared parts that rank 0 has let go
+        self._books = threading.Lock()
         self.used = False  # whether anything was ever allocated: the same on every rank
 
     def new(self, nbytes: int, what: str, *, keep: bool = False) -> tuple[int, list[Tensor]]:
@@ -56,26 +60,26 @@ class Segments:
         try:
             self._agree(lack)
             found = links.hand_over(fd)
-            try:
-                parts = [map_segment(fd if j == links.rank else found[j], nbytes) for j in range(links.size)]
-            finally:
-                for each in found.values():
-                    os.close(each)
+            parts, lack = _map([fd if j == links.rank else found[j] for j in range(links.size)], nbytes, what)
+            close_all(found.values())
         finally:
-            if fd >= 0:
-                os.close(fd)
+            close_all([fd])
+        self._agree(lack)
         number = self._next
         self._next += 1
         own = parts[links.rank]
-        self._register(number, own.data_ptr(), nbytes)
-        self._mapped[number] = parts
-        if not keep:
+        self._bytes += nbytes
+        if keep:
+            self._mapped[number] = parts
+        else:
             self.used = True
             storage = own.untyped_storage()
-            weakref.finalize(storage, self._forget, number).atexit = False
+            self._own[number] = (own.data_ptr(), own.data_ptr() + nbytes, weakref.ref(storage))
+            self._sort()
+            weakref.finalize(storage, self._dead.append, number).atexit = False
             # The tensor of this rank is the caller's: a reference here would keep it for good.
-            self._mapped[number] = [torch.empty(0) if j == links.rank else part for j, part in enumerate(parts)]
-        self.reserved += nbytes
+            nothing = own.new_empty(0)
+            self._mapped[number] = [nothing if j == links.rank else part for j, part in enumerate(parts)]
         with self._arrived:
             self._arrived.notify_all()
         return number, parts
@@ -99,24 +103,29 @@ class Segments:
             self._agree(lack)
             found = links.hand_over(fd, root=0)
             fd = found.get(0, fd)
-            memory = map_segment(fd, nbytes)
+            memory, lack = _map([fd], nbytes, what)
         finally:
-            if fd >= 0:
-                os.close(fd)
+            close_all([fd])
+        self._agree(lack)
         if links.rank == 0:
-            self.reserved += nbytes
-            weakref.finalize(memory.untyped_storage(), self._let_go, nbytes).atexit = False
-        return memory
+            self._bytes += nbytes
+            weakref.finalize(memory[0].untyped_storage(), self._shared_dead.append, nbytes).atexit = False
+        return memory[0]
 
     def find(self, x: Tensor) -> tuple[int, int]:
-        """Return the segment in which `x` lies and its offset there, or (-1, 0). Not collective."""
+        """Return the segment in which `x` lies and its offset there, or (-1, 0). Not collective.
+
+        The address alone does not tell: torch may have moved the storage that it was, and given it to another.
+        """
         address = x.data_ptr()
         starts, numbers = self._table
         index = bisect_right(starts, address) - 1
         if index >= 0:
-            first, last = self._own.get(numbers[index], (0, 0))
-            if first <= address < last:
-                return numbers[index], address - first
+            first, last, reference = self._own.get(numbers[index], (0, 0, None))
+            storage, offset = reference() if reference else None, address - first
+            here = address < last and storage is not None and storage.data_ptr() == first
+            if here and x.untyped_storage() is storage and offset % x.element_size() == 0:
+                return numbers[index], offset
         return -1, 0
 
     def of(self, rank: int, number: int, start: int, nbytes: int) -> Tensor:
@@ -137,31 +146,35 @@ class Segments:
         self._own.clear()
         self._table = ([], [])
 
-    def _register(self, number: int, start: int, nbytes: int) -> None:
-        self._own[number] = (start, start + nbytes)
-        self._sort()
+    @property
+    def reserved(self) -> int:
+        """Bytes of this rank. Not collective."""
+        self._collect()
+        return self._bytes
 
     def _sort(self) -> None:
-        pairs = sorted((first, number) for number, (first, _) in self._own.items())
-        # One assignment: a finalizer may run between any two lines, also of another thread.
+        pairs = sorted((first, number) for number, (first, _, _) in self._own.items())
         self._table = ([first for first, _ in pairs], [number for _, number in pairs])
 
-    def _forget(self, number: int) -> None:
-        """Called when the last tensor of this rank's part has gone."""
-        span = self._own.pop(number, None)
-        if span is not None:
-            self.reserved -= span[1] - span[0]
-            self._sort()
-            self._freed.append(number)
-
-    def _let_go(self, nbytes: int) -> None:
-        """Called when the last tensor of rank 0's in a shared part has gone."""
-        self.reserved -= nbytes
+    def _collect(self) -> None:
+        """Take what finalizers have noted out of the books."""
+        with self._books:
+            while self._shared_dead:
+                self._bytes -= self._shared_dead.popleft()
+            while self._dead:
+                number = self._dead.popleft()
+                first, last, _ = self._own[number]
+                self._bytes -= last - first
+                self._freed.append(number)
 
     def _tell_freed(self, nbytes: int, *, shared: bool = False) -> None:
         """Compare what is wanted, hear what every rank has let go, and drop the mappings of what all have."""
-        freed = self._freed[:400]
-        del self._freed[:400]  # a finalizer may add to the same list at any moment
+        self._collect()
+        with self._books:
+            freed, self._freed = self._freed[:400], self._freed[400:]
+            for number in freed:
+                del self._own[number]
+            self._sort()
         head = words.allocation(nbytes, shared=shared)
         found = self._links.meet(head + b"".join(_FREED.pack(number) for number in freed))
         words.compare(found, head, self._links.names)
@@ -177,3 +190,13 @@ class Segments:
             if len(word) > 1:
                 text = word[1:].decode(errors="replace")
                 raise MemoryShortageError(text if text == lack else f"rank {self._links.names[j]}: {text}")
+
+
+def _map(descriptors: Sequence[int], nbytes: int, what: str) -> tuple[list[Tensor], str]:
+    """Map segments, and return their bytes and why it could not be done, or an empty string."""
+    if -1 in descriptors:
+        return [], f"{what} needs a descriptor for each rank, and this process has too many open files (`ulimit -n`)"
+    try:
+        return [map_segment(each, nbytes) for each in descriptors], ""
+    except RuntimeError as error:
+        return [], f"{what} cannot be mapped: {str(error).splitlines()[0]} (`ulimit -v` bounds a process's addresses)"
