@@ -23,6 +23,7 @@ from torch import Tensor
 
 import engine
 from engine import Layout
+from engine.comm.shm import words
 from engine.errors import CommunicationError
 from tests.world import World, WorldError
 
@@ -116,8 +117,8 @@ def sent_across(rank: int, size: int, store: str, hosts: str) -> dict[str, int]:
 
         def count(sends: Any, *more: Any) -> Any:
             nonlocal total
-            # All but the byte that says whether a host has failed.
-            total += sum(x.nbytes for x, _ in sends if (x.dtype, x.numel()) != (torch.uint8, 1))
+            # All but the heads, which say what comes.
+            total += sum(x.nbytes for x, _ in sends if (x.dtype, x.numel()) != (torch.uint8, words.HEAD))
             return exchange(sends, *more)
 
         across.exchange = count
@@ -128,6 +129,7 @@ def sent_across(rank: int, size: int, store: str, hosts: str) -> dict[str, int]:
             "all_gather": lambda: comm.all_gather(torch.ones(2)),
             "broadcast": lambda: comm.broadcast(torch.ones(12), 3),
             "reduce": lambda: comm.reduce(torch.ones(12), 4),
+            "all_to_all": lambda: comm.all_to_all(torch.ones(12)),
             "barrier": comm.barrier,
         }
         for name, call in calls.items():
@@ -137,7 +139,7 @@ def sent_across(rank: int, size: int, store: str, hosts: str) -> dict[str, int]:
     return found
 
 
-def test_leaders_alone_send_and_what_the_docs_say(world: World) -> None:
+def test_ranks_send_between_hosts_what_the_docs_say(world: World) -> None:
     s, n = 48, 6  # bytes of 12 fp32 values; leaders are 0, 1 and 5, of hosts of 2, 3 and 1 ranks
     wanted = {
         "all_reduce": {0: 2 * s, 1: 2 * s, 5: 2 * s},
@@ -146,6 +148,7 @@ def test_leaders_alone_send_and_what_the_docs_say(world: World) -> None:
         "all_gather": {0: 2 * 2 * s // n, 1: 2 * 3 * s // n, 5: 2 * 1 * s // n},
         "broadcast": {1: 2 * s},
         "reduce": {1: s, 5: s},
+        "all_to_all": dict.fromkeys(range(n), (n - 1) * s // n),
         "barrier": {0: 8, 1: 8, 5: 8},
     }
     for rank, found in enumerate(world.run(n, sent_across, "abbbac", mesh=False)):
