@@ -1,8 +1,8 @@
 """The transport of CPU ranks on several hosts: shared memory inside each, the backend's messages between their leaders.
 
 The first rank of a host leads it. Each collective brings the host's part to the leader, lets the leaders exchange, and
-hands the result out inside the host, so that each byte crosses once per pair of hosts. All results are the same bits on
-all ranks: a sum is made by one rank, or from the same parts in the same order.
+hands the result out inside the host, so that a host's part crosses once to each other host. All results are the same
+bits on all ranks: a sum is made by one rank, or from the same parts in the same order.
 """
 
 from __future__ import annotations

@@ -66,8 +66,19 @@ class Listener:
         by rank); the number is the same on all of its ranks. Returns for each group the sockets by rank, of either
         kind.
 
-        Raises BackendError when a rank does not come within `seconds`, UsageError for a process of another user.
+        Raises BackendError when a rank does not come within `seconds`, UsageError, on the ranks that it concerns, for a
+        process of another user.
         """
+        try:
+            return self._connect(groups, seconds)
+        except UsageError as error:
+            for address in {each for _, _, addresses in groups for each in addresses.values()}:
+                _refuse(address, str(error))
+            raise
+
+    def _connect(
+        self, groups: Sequence[tuple[int, int, Mapping[int, str]]], seconds: float
+    ) -> list[tuple[Sockets, Sockets]]:
         made: dict[int, tuple[Sockets, Sockets]] = {number: ({}, {}) for number, _, _ in groups}
         expected = set()
         for number, own, addresses in groups:
@@ -85,7 +96,7 @@ class Listener:
             except TimeoutError:
                 number, _, rank = min(expected)
                 raise BackendError(f"rank {rank} of group {number} did not connect within {seconds:g} s") from None
-            token, number, kind, rank = _hello(peer)
+            token, number, kind, rank = self._hello(peer)
             if token != self._token or (number, kind, rank) not in expected:
                 peer.close()  # not one of this mesh
                 continue
@@ -93,6 +104,18 @@ class Listener:
             expected.remove((number, kind, rank))
             made[number][kind][rank] = peer
         return list(made.values())
+
+    def _hello(self, peer: socket.socket) -> tuple[bytes, int, int, int]:
+        """Return what a caller says of itself. Raises UsageError when it says why it will not be one of the mesh."""
+        peer.settimeout(1.0)
+        try:
+            data = peer.recv(_PACKET)
+            if data.startswith(_ABORT + self._token):
+                raise UsageError(data[1 + len(self._token) :].decode(errors="replace"))
+            token, number, kind, rank = _HELLO.unpack(data)
+        except (OSError, struct.error):
+            return b"", -1, -1, -1
+        return token, number, kind, rank
 
 
 def _call(address: str, number: int, kind: int, own: int) -> socket.socket:
@@ -107,14 +130,11 @@ def _call(address: str, number: int, kind: int, own: int) -> socket.socket:
     return peer
 
 
-def _hello(peer: socket.socket) -> tuple[bytes, int, int, int]:
-    peer.settimeout(1.0)
-    try:
-        data = peer.recv(_HELLO.size)
-        token, number, kind, rank = _HELLO.unpack(data)
-    except (OSError, struct.error):
-        return b"", -1, -1, -1
-    return token, number, kind, rank
+def _refuse(address: str, reason: str) -> None:
+    """Let a rank that may wait for this one know why it will not come."""
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as peer:
+        peer.connect(b"\0engine-" + address.encode())
+        peer.send(_ABORT + address.encode() + reason.encode()[:2000])
 
 
 def _check_owner(peer: socket.socket) -> None:
