@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import nn
 
 from engine.comm.checks import fingerprint
 from engine.comm.mesh import Mesh
-from engine.errors import UsageError
+from engine.errors import UsageError, did_you_mean
 from engine.placement import Placement, StageModule, ties_of
 
 Named = tuple[str, nn.Parameter]
@@ -77,6 +78,22 @@ def check_classes(model: nn.Module, optimizer_class: type[torch.optim.Optimizer]
         )
 
 
+def check_options(optimizer_class: type[torch.optim.Optimizer], given: Mapping[str, Any], own: Sequence[str]) -> None:
+    """Refuse options that neither ZeroOptimizer (`own`) nor the class has. A class that takes any keyword judges them
+    itself.
+    """
+    accepted = inspect.signature(optimizer_class).parameters
+    if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in accepted.values()):
+        return
+    theirs = [name for name in accepted if name != "params"]
+    for name in given:
+        if name not in theirs:
+            raise UsageError(
+                f"ZeroOptimizer has no option {name!r}{did_you_mean(name, (*own, *theirs))}: its own are "
+                f"{', '.join(own)}; {optimizer_class.__name__}'s are {', '.join(theirs)}"
+            )
+
+
 def check_same(
     mesh: Mesh,
     model: nn.Module,
@@ -98,23 +115,6 @@ def check_same(
     others = [(name, tuple(b.shape)) for name, b in model.named_buffers()]
     for comm in (mesh.data, mesh.tensor):
         comm.check_equal("the model's parameters and their groups", (shapes, others))
-
-
-def check_sharing(mesh: Mesh, stage: int) -> None:
-    """Refuse, on every rank, one copy of the parameters where the data ranks of any have no memory in common."""
-    if stage != 2:
-        raise UsageError(
-            f"share_parameters=True is for stage 2, not stage={stage}: at stage 0 and 1 leave it out, or take stage=2"
-        )
-    if mesh.planned:
-        return
-    apart = mesh.data.size > 1 and not mesh.data.reads_in_place
-    if mesh.world.any(apart):
-        here = f"those of this rank talk over {mesh.data.transport!r} on {mesh.device.type}"
-        raise UsageError(
-            f"share_parameters=True needs data ranks that share memory (CPU ranks of one host, transport='shm'), and "
-            f"{here if apart else 'those of another rank do not'}: leave it out"
-        )
 
 
 def check_shards(mesh: Mesh, placements: Mapping[str, Placement], named: Sequence[Named]) -> None:
