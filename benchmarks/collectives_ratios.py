@@ -88,7 +88,7 @@ def to_dict(found: Sequence[Ratio]) -> dict[str, Any]:
 
 
 def markdown(found: Sequence[Ratio]) -> str:
-    """Return for each dtype both tables, the means, and what has no size."""
+    """Return for each dtype both tables, and the mean where all of it was measured; and what has no size."""
     if not found:
         return "Nothing of the engine's was measured beside torch's own call."
     parts = []
@@ -99,7 +99,12 @@ def markdown(found: Sequence[Ratio]) -> str:
         parts.append(_table(own, median=False))
         parts.append("All by medians:")
         parts.append(_table(own, median=True))
-        parts.append(_told(mean))
+        if mean.by_size is not None and mean.by_median is not None:
+            goal = ", ".join(" ".join(each) for each in GOAL)
+            parts.append(
+                f"Geometric mean of `{mean.algorithm}` over {_GOAL_TRANSPORT}, {goal} at "
+                f"{', '.join(map(_size, GOAL_SIZES))}: **{mean.by_size:.2f}**, by medians **{mean.by_median:.2f}**."
+            )
     empty = [each for each in found if not each.row.bytes]
     parts += [
         f"{each.row.n} ranks, {each.row.op} over {each.row.transport}, `{each.row.algorithm}`: "
@@ -107,17 +112,6 @@ def markdown(found: Sequence[Ratio]) -> str:
         for each in empty
     ]
     return "\n\n".join(parts)
-
-
-def _told(mean: Mean) -> str:
-    what = (
-        f"Geometric mean of `{mean.algorithm}` over {_GOAL_TRANSPORT}, {', '.join(' '.join(each) for each in GOAL)} at "
-        f"{', '.join(map(_size, GOAL_SIZES))}: "
-    )
-    if mean.by_size is not None and mean.by_median is not None:
-        return f"{what}**{mean.by_size:.2f}**, by medians **{mean.by_median:.2f}**."
-    count = len(GOAL) * len(GOAL_SIZES)
-    return f"{what}not known, {len(mean.missing)} of its {count} were not measured ({', '.join(mean.missing[:3])}...)."
 
 
 def _table(found: Sequence[Ratio], *, median: bool) -> str:

@@ -155,5 +155,11 @@ def test_an_unknown_transport_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(UsageError, match=r"transport='torhc' \(did you mean 'torch'\?\): choose torch"):
         engine.init(Layout(), device="cpu", transport="torhc")
     monkeypatch.setenv("ENGINE_TRANSPORT", "udp")
-    with pytest.raises(UsageError, match="transport='udp': choose torch"):
+    with pytest.raises(UsageError, match=r"^the environment's ENGINE_TRANSPORT='udp': choose torch, shm"):
         engine.init(Layout(), device="cpu")
+
+
+@pytest.mark.parametrize("wrong", ["64", 0, 1.5, True, None, 1 << 21])
+def test_staging_is_a_whole_number_of_mib(wrong: object) -> None:
+    with pytest.raises(UsageError, match=f"staging_mib={wrong!r}: MiB of shared memory for each group, a whole number"):
+        engine.init(Layout(), device="cpu", staging_mib=wrong)  # type: ignore[arg-type]

@@ -229,7 +229,7 @@ def test_memory_is_looked_at_as_the_engine_does() -> None:
     assert facts.bound == "MemAvailable" or facts.bound.startswith("memory cgroup ")
     wrong = doctor.look_at_memory({**plain, "ENGINE_TRANSPORT": "shn"})
     assert wrong.transport == ""
-    assert wrong.error.startswith("UsageError: transport='shn'")
+    assert wrong.error.startswith("UsageError: the environment's ENGINE_TRANSPORT='shn'")
 
 
 def test_the_staging_that_is_asked_for_is_the_engines_default() -> None:

@@ -82,8 +82,13 @@ def refuse(mesh: engine.Mesh) -> Any:
         {**state, "4.project.weight": torch.zeros_like(state["4.project.weight"])},
         {},
         {**state, "2.up.weight": [1.0]},  # type: ignore[dict-item]
+        None,  # type: ignore[list-item]
     ]
     texts = [error_of(engine.load_full_state_dict, model, mesh, each) for each in wrong]
+    texts.append(error_of(engine.load_full_state_dict, model, state, mesh))
+    texts.append(error_of(engine.load_full_state_dict, mesh, model, state))
+    texts.append(error_of(engine.full_state_dict, mesh, model))
+    texts.append(error_of(engine.load_full_state_dict, model, mesh, state, optimizer=torch.optim.SGD([nn.Parameter()])))
     texts.append(error_of(engine.load_full_state_dict, other, mesh, state, optimizer=optimizer))
     optimizer.finish_gradients()
     texts.append(error_of(engine.load_full_state_dict, model, mesh, state, optimizer=optimizer))
@@ -108,6 +113,11 @@ def test_a_state_that_does_not_fit_is_refused_on_every_rank_and_changes_nothing(
         "torn ties: 4.project.weight differs from 0.token.weight, to which it is tied",
         "missing: 0.token.weight, 0.position.weight,",
         "no tensors: 2.up.weight is a list",
+        "it is a NoneType, and a dict of tensors by name is wanted, on every rank",
+        "mesh is a dict: the order is load_full_state_dict(model, mesh, state, optimizer=optimizer)",
+        "model is a Mesh: the order is load_full_state_dict(model, mesh, state",
+        "model is a Mesh: the order is full_state_dict(model, mesh)",
+        "optimizer= is a SGD: give the model's ZeroOptimizer",
         "built over another model",
         "between finish_gradients() and step()",
         "rank=99 is outside the mesh",
@@ -131,7 +141,7 @@ def one_bad(mesh: engine.Mesh) -> Any:
 
 def test_one_rank_with_a_wrong_state_stops_all_and_data_rank_zeros_values_count(world: World) -> None:
     for rank, (text, unchanged, first) in enumerate(world.run(Layout(data=2), one_bad)):
-        assert ("missing: 0.token.weight" if rank == 1 else "another rank was given does not fit") in text
+        assert ("missing: 0.token.weight" if rank == 1 else "another rank was given does not fit the model") in text
         assert unchanged
         assert first
 

@@ -116,28 +116,99 @@ def test_shared_parameters_change_no_bit_of_training_copies_and_loading(world: W
 
 def changed(mesh: engine.Mesh) -> list[str]:
     texts = []
-    for case in ("one", "all", "loaded"):
+    for case in ("one", "all"):
         model = big_model()
         optimizer = ZeroOptimizer(model, torch.optim.SGD, mesh, share_parameters=True, lr=1e-2)
         train(mesh, model, optimizer, 1)
         with torch.no_grad():
             if case == "all" or (case == "one" and mesh.rank == 1):
                 model[2].bias.mul_(1.0)
-        if case == "loaded":
-            engine.load_full_state_dict(model, mesh, engine.full_state_dict(model, mesh))  # without optimizer=
         texts += refusals([lambda model=model, optimizer=optimizer: train(mesh, model, optimizer, 1)])
+    # As the error says: drop the step, load, go on. The last optimizer is the one that refused.
+    state = {name: value + mesh.rank for name, value in engine.full_state_dict(model, mesh).items()}
+    texts += refusals([lambda: engine.load_full_state_dict(model, mesh, state, optimizer=optimizer)])
+    optimizer.zero_grad()
+    engine.load_full_state_dict(model, mesh, state, optimizer=optimizer)
+    train(mesh, model, optimizer, 1)
     return texts
 
 
 @shared_memory
 def test_a_shared_parameter_that_was_changed_in_place_is_an_error_on_every_rank(world: World) -> None:
     first, second = world.run(Layout(data=2), changed)
-    assert "changed in place on another rank" in first[0]
+    assert "changed in place or moved on another rank" in first[0]
     assert "'2.bias' was changed in place between steps" in second[0]
     for texts in (first, second):
         assert "'2.bias' was changed in place between steps" in texts[1]
-        assert "'0.weight' was changed in place" in texts[2]
-        assert "load_full_state_dict(..., optimizer=)" in texts[2]
+        assert "optimizer.zero_grad() to drop this step, then load values with engine.load_full_state" in texts[1]
+        assert "step first, or drop them with optimizer.zero_grad()" in texts[2]
+
+
+def left_out(mesh: engine.Mesh) -> Any:
+    """The optimizer is left out on rank 0 alone, then on all ranks; a copy of the model is each rank's own."""
+    model = big_model()
+    box = [ZeroOptimizer(model, torch.optim.SGD, mesh, share_parameters=True, lr=1e-2)]
+    before = engine.full_state_dict(model, mesh)
+    other = {name: torch.zeros_like(value) for name, value in before.items()}
+    texts = refusals(
+        [
+            lambda: engine.load_full_state_dict(model, mesh, other, box[0] if mesh.rank else None),
+            lambda: engine.load_full_state_dict(nn.Sequential(*model), mesh, other),
+        ]
+    )
+    same = all(torch.equal(value, before[name]) for name, value in engine.full_state_dict(model, mesh).items())
+    own = copy.deepcopy(model)
+    engine.load_full_state_dict(own, mesh, other)
+    train(mesh, model, box[0], 1)  # nothing was changed, so nothing is refused
+    return texts, same, all(bool((p == 0).all()) for p in own.parameters())
+
+
+@shared_memory
+def test_a_load_that_leaves_the_optimizer_out_is_refused_on_every_rank(world: World) -> None:
+    for rank, (texts, same, loaded) in enumerate(world.run(Layout(data=2), left_out)):
+        told = "share_parameters=True), which is written with its optimizer's knowledge only: call engine.load_full"
+        assert ("what another rank was given" if rank else told) in texts[0]
+        assert told in texts[1]
+        assert same
+        assert loaded
+
+
+def moved(mesh: engine.Mesh, strategy: str, ranks: list[int]) -> Any:
+    """torch gives memory that is shared by file name another place, and leaves a mapped file where it is."""
+    strategies = torch.multiprocessing
+    former = strategies.get_sharing_strategy()
+    model = big_model()
+    optimizer = ZeroOptimizer(model, torch.optim.SGD, mesh, share_parameters=True, lr=1e-2)
+    train(mesh, model, optimizer, 1)
+    before = engine.full_state_dict(model, mesh)
+    if mesh.rank in ranks:
+        strategies.set_sharing_strategy(strategy)
+        model.share_memory()
+        strategies.set_sharing_strategy(former)
+    texts = refusals([lambda: train(mesh, model, optimizer, 1)])
+    after = engine.full_state_dict(model, mesh)
+    again = ZeroOptimizer(model, torch.optim.SGD, mesh, share_parameters=True, lr=1e-2)
+    train(mesh, model, again, 1)
+    last = [p.sum().item() for p in model.parameters()]
+    return texts, all(torch.equal(after[name], before[name]) for name in before), last
+
+
+@shared_memory
+@pytest.mark.parametrize("ranks", [[0], [1], [0, 1]])
+def test_shared_parameters_whose_memory_was_moved_are_an_error_on_every_rank(world: World, ranks: list[int]) -> None:
+    found = world.run(Layout(data=2), moved, "file_system", ranks)
+    for rank, (texts, same, _) in enumerate(found):
+        own = "the memory of '0.weight' was moved after ZeroOptimizer was built"
+        assert (own if rank in ranks else "changed in place or moved on another rank") in texts[0]
+        assert same
+    assert found[0][2] == found[1][2]
+
+
+@shared_memory
+def test_shared_parameters_that_torch_leaves_in_place_go_on(world: World) -> None:
+    found = world.run(Layout(data=2), moved, "file_descriptor", [0, 1])
+    assert [texts for texts, _, _ in found] == [["no error"]] * 2
+    assert found[0][2] == found[1][2]
 
 
 def slow_reader(mesh: engine.Mesh) -> bool:
@@ -174,6 +245,7 @@ def refused(mesh: engine.Mesh) -> Any:
 
     kinds = [make(share_parameters=True, stage=stage) for stage in (0, 1)]
     kinds.append(make(share_parameters=mesh.rank == 0))
+    kinds += [make(share_parameters="yes"), make(share_paramters=True), make(moment=0.9), make(params=[])]
     if not mesh.data.reads_in_place:
         kinds.append(make(share_parameters=True))
     return refusals(kinds), torch.equal(weight, before) and weight.data_ptr() == place
@@ -185,7 +257,11 @@ def test_sharing_where_it_cannot_be_is_refused_on_every_rank_before_anything_is_
         assert "share_parameters=True is for stage 2, not stage=0" in texts[0]
         assert "share_parameters=True is for stage 2, not stage=1" in texts[1]
         assert "ZeroOptimizer's options differs over axis 'world'" in texts[2]
-        assert SHARED or "transport='shm'" in texts[3]
+        assert texts[3] == "share_parameters='yes': give True or False"
+        assert "no option 'share_paramters' (did you mean 'share_parameters'?): its own are groups, stage," in texts[4]
+        assert "no option 'moment' (did you mean 'momentum'?)" in texts[5]
+        assert "no option 'params'" in texts[6]
+        assert SHARED or "transport='shm'" in texts[7]
 
 
 def test_one_replica_needs_no_shared_memory(world: World) -> None:

@@ -16,6 +16,7 @@ from engine.comm.mesh import Mesh
 from engine.errors import UsageError, did_you_mean
 from engine.placement import REPLICATED, placements_of, ties_of
 from engine.zero import ZeroOptimizer
+from engine.zero.sharing import unshared_load
 
 
 @torch.no_grad()
@@ -25,6 +26,7 @@ def full_state_dict(model: nn.Module, mesh: Mesh, *, rank: int | None = None) ->
     A tied parameter appears under each of its names, the first layer's being the canonical one. Every rank of the
     mesh must call it. With `rank`, only that global rank gets the dict and the others an empty one.
     """
+    _check_order("full_state_dict(model, mesh)", model, mesh)
     if rank is not None and not 0 <= rank < mesh.layout.world_size:
         raise UsageError(f"rank={rank} is outside the mesh: ranks go from 0 to {mesh.layout.world_size - 1}")
     return full_tensors(_local_state(model), placements_of(model), mesh, rank=rank)
@@ -37,23 +39,31 @@ def load_full_state_dict(
     """Fill the model with `state`, every rank taking its shards of its layers.
 
     state: as `full_state_dict` returns it, the whole on every rank; a tied parameter may be left out under all but
-    its first name. optimizer: the one over this model, when there is one. Every rank of the mesh must call it.
+    its first name. optimizer: the one over this model, when there is one; with `share_parameters` it must be given.
+    Every rank of the mesh must call it.
 
     Of several data ranks, rank 0's values count. Raises UsageError on every rank, before anything is changed, when any
-    rank's state has missing or unexpected names, wrong shapes, or different values for tied names.
+    rank's state has missing or unexpected names, wrong shapes, or different values for tied names, or a needed
+    optimizer was left out.
     """
+    _check_order("load_full_state_dict(model, mesh, state, optimizer=optimizer)", model, mesh)
+    if optimizer is not None and not isinstance(optimizer, ZeroOptimizer):
+        raise UsageError(f"optimizer= is a {type(optimizer).__name__}: give the model's ZeroOptimizer, or leave it out")
     if optimizer is not None:
         optimizer.parameters_replaced(model)
     local, placements = _local_state(model), placements_of(model)
     expected = {name: shape for stage in full_entries(local, placements, mesh) for name, shape, _ in stage}
     canonical = _canonical_names(model, mesh)
     problems = _problems(state, expected, canonical)
-    somewhere = mesh.world.any(bool(problems))
+    unshared = "" if optimizer is not None else unshared_load(model, mesh)
+    somewhere = mesh.world.any(bool(problems or unshared))
+    if unshared:
+        raise UsageError(f"nothing was loaded: {unshared}")
     if problems:
         raise UsageError(f"the state does not fit the model, nothing was loaded: {problems}")
     if somewhere:
         raise UsageError(
-            "the state that another rank was given does not fit the model, nothing was loaded: see its error"
+            "what another rank was given does not fit the model or its optimizer, nothing was loaded: see its error"
         )
     for name, target in local.items():
         full = state[name] if name in state else state[canonical[name]]
@@ -62,6 +72,13 @@ def load_full_state_dict(
         mesh.data.broadcast(target, 0)
     if optimizer is not None:
         optimizer.parameters_written()
+
+
+def _check_order(call: str, model: object, mesh: object) -> None:
+    """Refuse arguments that are no model and no mesh, most likely in another order."""
+    for name, value, kind in (("model", model, nn.Module), ("mesh", mesh, Mesh)):
+        if not isinstance(value, kind):
+            raise UsageError(f"{name} is a {type(value).__name__}: the order is {call}")
 
 
 def _local_state(model: nn.Module) -> dict[str, Tensor]:
@@ -92,6 +109,8 @@ def _problems(
     state: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]], canonical: Mapping[str, str]
 ) -> str:
     """Return what keeps `state` from being loaded; an empty string for nothing."""
+    if not isinstance(state, Mapping):
+        return f"it is a {type(state).__name__}, and a dict of tensors by name is wanted, on every rank"
     missing = [name for name in expected if name not in state and canonical.get(name, name) not in state]
     unexpected = [name for name in state if name not in expected]
     strange = [f"{name} is a {type(value).__name__}" for name, value in state.items() if not isinstance(value, Tensor)]

@@ -115,6 +115,10 @@ class Channel:
     def __repr__(self) -> str:
         return f"Communicator({self.name!r}, rank {self.rank} of {self.size}, {self.transport} on {self.device})"
 
+    def shares(self, x: Tensor) -> bool:
+        """Whether `x` lies in memory that is one on all ranks (`allocate(..., shared=True)`). Not collective."""
+        return self._transport is not None and self._transport.shares(x)
+
     def memory(self) -> dict[str, int]:
         """Return the bytes of shared memory that this rank has reserved for this group, by what for. Not collective."""
         return self._transport.memory() if self._transport is not None and not self._closed else {}

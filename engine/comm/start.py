@@ -24,8 +24,8 @@ def check_arguments(
     timeout: float, init_timeout: float, host: str | None, store: Store | None, staging_mib: int
 ) -> None:
     """Raise UsageError for arguments of `engine.init` that cannot work."""
-    if timeout <= 0 or init_timeout <= 0:
-        raise UsageError(f"timeout={timeout}, init_timeout={init_timeout}: both are seconds above 0")
+    if not all(isinstance(seconds, int | float) and seconds > 0 for seconds in (timeout, init_timeout)):
+        raise UsageError(f"timeout={timeout!r}, init_timeout={init_timeout!r}: both are seconds above 0")
     if host is not None and not 0 < len(host.encode()) <= ADDRESS_BYTES:
         raise UsageError(f"host={host!r}: a name of 1 to {ADDRESS_BYTES} bytes")
     if store is not None and dist.is_initialized():
@@ -33,22 +33,26 @@ def check_arguments(
             "store= makes torch's default process group, but there is one already: leave store, rank and world_size "
             "out to use that one, or destroy it first"
         )
-    if not 1 <= staging_mib <= 1 << 20:
-        raise UsageError(f"staging_mib={staging_mib}: MiB of shared memory for each group, from 1 to {1 << 20}")
+    whole = isinstance(staging_mib, int) and not isinstance(staging_mib, bool)
+    if not whole or not 1 <= staging_mib <= 1 << 20:
+        raise UsageError(
+            f"staging_mib={staging_mib!r}: MiB of shared memory for each group, a whole number from 1 to {1 << 20}"
+        )
 
 
 def choose_transport(transport: str | None, device: torch.device) -> str:
     """Return how bytes move: by argument, by environment, or shared memory where this process and device have it."""
     asked = transport or os.environ.get("ENGINE_TRANSPORT") or None
+    source = "transport" if transport else "the environment's ENGINE_TRANSPORT"
     if asked is not None and asked not in TRANSPORTS:
-        hint = did_you_mean(asked, TRANSPORTS)
-        raise UsageError(f"transport={asked!r}{hint}: choose {', '.join(TRANSPORTS)}")
+        hint = did_you_mean(asked, TRANSPORTS) if isinstance(asked, str) else ""
+        raise UsageError(f"{source}={asked!r}{hint}: choose {', '.join(TRANSPORTS)}")
     lacks = "a device other than the CPU" if device.type != "cpu" else missing()
     if asked == "shm" and lacks:
         raise UsageError(
-            f"transport='shm' is for CPU ranks on Linux, and this process has {lacks}"
+            f"{source}='shm' is for CPU ranks on Linux, and this process has {lacks}"
             if device.type != "cpu"
-            else f"transport='shm' needs {lacks}, which this system does not have: take transport='torch'"
+            else f"{source}='shm' needs {lacks}, which this system does not have: take 'torch'"
         )
     return "torch" if lacks else asked or "shm"
 

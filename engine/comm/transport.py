@@ -101,6 +101,11 @@ class Transport(Calls, Protocol):
         del nbytes, shared
         return None
 
+    def shares(self, x: Tensor) -> bool:
+        """Whether `x` lies in memory that `allocate` made the same on every rank."""
+        del x
+        return False
+
     def memory(self) -> dict[str, int]:
         """Return the bytes of shared memory that this rank has reserved, by what for."""
         return {}

@@ -44,6 +44,7 @@ class FlatBucket:
         self.start, self.stop = plan.bounds(comm.rank)
         self.parameters = [(parameters[each.index], each) for each in plan.slices]
         self.flat = comm.allocate((plan.numel,), plan.dtype, shared=share)
+        self._address = self.flat.data_ptr()
         with torch.no_grad():
             for parameter, each in self.parameters:
                 view = self.flat[each.start : each.stop].view(parameter.shape)
@@ -102,6 +103,10 @@ class FlatBucket:
         """Return the indices of parameters that no longer lie in the flat memory: moved, cast or assigned since."""
         first, size = self.flat.data_ptr(), self.plan.dtype.itemsize
         return [each.index for p, each in self.parameters if p.numel() and p.data_ptr() != first + each.start * size]
+
+    def moved(self) -> bool:
+        """Whether the flat memory itself lies elsewhere than where it was allocated, its views with it."""
+        return self.flat.data_ptr() != self._address
 
     def start_reduction(self, borrowed: Tensor | None) -> Work | None:
         """Sum the gradients over the data axis, or start it where started collectives pay. `borrowed`: scratch for this

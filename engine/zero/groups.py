@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import nn
 
 from engine.comm.checks import fingerprint
 from engine.comm.mesh import Mesh
-from engine.errors import UsageError
+from engine.errors import UsageError, did_you_mean
 from engine.placement import Placement, StageModule, ties_of
 
 Named = tuple[str, nn.Parameter]
@@ -39,6 +40,9 @@ def agreed_groups(
         raise UsageError(f"stage={stage!r}: ZeRO stages are 0, 1 and 2")
     if not (isinstance(bucket_mib, int | float) and bucket_mib > 0):
         raise UsageError(f"bucket_mib={bucket_mib!r}: a bucket needs a size above 0 MiB")
+    if not isinstance(options["share_parameters"], bool):
+        raise UsageError(f"share_parameters={options['share_parameters']!r}: give True or False")
+    check_options(optimizer_class, kwargs, own=("groups", *options))
     placed = named_groups(model, groups)
     check_same(mesh, model, placed, optimizer_class, {**options, **kwargs})
     if options["share_parameters"]:
@@ -100,6 +104,22 @@ def check_classes(model: nn.Module, optimizer_class: type[torch.optim.Optimizer]
             f"pipeline({mesh.layout.pipeline}) needs a PipelineModel, got {type(model).__name__}: each stage would "
             f"count the same parameters in the norm"
         )
+
+
+def check_options(optimizer_class: type[torch.optim.Optimizer], given: Mapping[str, Any], own: Sequence[str]) -> None:
+    """Refuse options that neither ZeroOptimizer (`own`) nor the class has. A class that takes any keyword judges them
+    itself.
+    """
+    accepted = inspect.signature(optimizer_class).parameters
+    if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in accepted.values()):
+        return
+    theirs = [name for name in accepted if name != "params"]
+    for name in given:
+        if name not in theirs:
+            raise UsageError(
+                f"ZeroOptimizer has no option {name!r}{did_you_mean(name, (*own, *theirs))}: its own are "
+                f"{', '.join(own)}; {optimizer_class.__name__}'s are {', '.join(theirs)}"
+            )
 
 
 def check_same(

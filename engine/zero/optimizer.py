@@ -26,6 +26,7 @@ from engine.zero.buckets import FlatBucket
 from engine.zero.groups import Named, agreed_groups, check_shards, options_of
 from engine.zero.norm import clip_factor, global_norm
 from engine.zero.plan import ParameterInfo, plan_buckets
+from engine.zero.sharing import SharedParameters
 from engine.zero.ties import share
 
 _MIB = 2**20
@@ -65,8 +66,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         share_parameters: all data ranks hold one copy of the trained parameters in common, so nothing is gathered and
         they take memory once. For stage 2, where the data ranks share memory (CPU ranks of one host, transport `shm`).
         Only `step` and `load_full_state_dict` may write them then: what else changes one in place is an error at the
-        next `step`, as far as its version counter tells (a change through `.data` is seen by all ranks, and not found).
-        Copies (`copy.deepcopy`, for an average of weights) are each rank's own.
+        next `step`, as far as its version counter tells (a change through `.data` is seen by all ranks, and not found),
+        and so is memory that was moved (`model.share_memory()`, with torch's sharing strategy `file_system`). Copies
+        (`copy.deepcopy`, for an average of weights) are each rank's own.
 
         Raises UsageError on every rank for a model, groups or options that do not fit, or that differ between ranks,
         before anything is changed.
@@ -74,7 +76,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         options = {"stage": stage, "bucket_mib": bucket_mib, "share_parameters": share_parameters}
         placed = agreed_groups(model, optimizer_class, mesh, groups, options, optimizer_kwargs)
         self._mesh, self._model, self._stage = mesh, model, stage
-        self._shares = share_parameters and mesh.data.size > 1
+        shares = share_parameters and mesh.data.size > 1
         self._named = [each for _, members in placed for each in members]
         self._holders = _holders(model, self._named)
         self._placements = placements_of(model)
@@ -89,7 +91,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         ]
         parameters = [parameter for _, parameter in self._named]
         self._buckets = [
-            FlatBucket(plan, parameters, mesh.data, mesh.device, stage=stage, share=self._shares)
+            FlatBucket(plan, parameters, mesh.data, mesh.device, stage=stage, share=shares)
             for plan in plan_buckets(self._infos, bucket_mib * _MIB, mesh.data.size)
         ]
         self._inner = self._make_inner(optimizer_class, placed, optimizer_kwargs)
@@ -100,8 +102,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         ]
         super().__init__(outer, self._inner.defaults)
         self._ready = True
-        self._versions: list[int] = []
-        self.parameters_written()
+        self._shared = SharedParameters(mesh, self._named, self._buckets) if shares else None
 
     # ---- one step --------------------------------------------------------------------------------------------------
 
@@ -144,7 +145,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Update the parameters from the finished gradients. Every rank of the mesh must call it.
 
         Raises UsageError before `finish_gradients`, and for a closure; on every rank when a shared parameter was
-        changed in place on any.
+        changed in place, or its memory moved, on any.
         """
         if closure is not None:
             raise UsageError("step takes no closure: gradients must be finished on every rank before it")
@@ -152,10 +153,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
             raise UsageError("step() before finish_gradients(): the gradients are still each rank's own")
         for ours, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
             inner.update(options_of(ours))
-        if self._shares:
-            self._meet_unchanged()
+        if self._shared is not None:
+            self._shared.meet_unchanged()
         self._inner.step()
-        if self._stage > 0 and not self._shares:
+        if self._stage > 0 and self._shared is None:
             _settle([bucket.start_gather() for bucket in self._buckets])
         torch.autograd.graph.increment_version([parameter for _, parameter in self._named])
         self.parameters_written()
@@ -209,22 +210,22 @@ class ZeroOptimizer(torch.optim.Optimizer):
             raise UsageError("optimizer= was built over another model than the one that is loaded")
         if self._phase == "finished":
             raise UsageError(
-                "loading between finish_gradients() and step() would apply old gradients to new weights: step first"
+                "loading between finish_gradients() and step() would apply old gradients to new weights: "
+                "step first, or drop them with optimizer.zero_grad()"
             )
 
     def writes(self, x: Tensor) -> bool:
         """Whether this rank fills `x`, of the model's state, when it is loaded: of shared parameters data rank 0 does
         for all.
         """
-        return not self._shares or self._mesh.data.rank == 0 or all(x is not p for _, p in self._named)
+        return self._shared is None or self._mesh.data.rank == 0 or all(x is not p for _, p in self._named)
 
     def parameters_written(self) -> None:
         """Take notice that the parameters have new values, which any rank may have written for the others where they
         are shared. Every rank of the mesh must call it.
         """
-        if self._shares:
-            self._mesh.data.barrier()  # nobody reads before all have written
-            self._versions = [parameter._version for _, parameter in self._named]
+        if self._shared is not None:
+            self._shared.written()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Not after construction: buckets and shards are laid out once. Raises UsageError."""
@@ -276,22 +277,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
                     members[run.key].append(part)
         groups = [{**options, "params": parts} for (options, _), parts in zip(placed, members, strict=True)]
         return optimizer_class(groups, **kwargs)
-
-    def _meet_unchanged(self) -> None:
-        """Return once every rank is here, so that nobody reads shared parameters any more. Raises UsageError on every
-        rank when a parameter was changed on any since they were written.
-        """
-        pairs = zip(self._named, self._versions, strict=True)
-        changed = [name for (name, parameter), version in pairs if parameter._version != version]
-        somewhere = self._mesh.world.any(bool(changed))
-        if changed:
-            raise UsageError(
-                f"{changed[0]!r} was changed in place between steps, but all data ranks share one copy of it "
-                f"(share_parameters=True), which others may be reading: load values with "
-                f"engine.load_full_state_dict(..., optimizer=), or leave share_parameters out"
-            )
-        if somewhere:
-            raise UsageError("a shared parameter was changed in place on another rank: see its error")
 
     def _check_parameters(self) -> None:
         displaced = [self._named[index][0] for bucket in self._buckets for index in bucket.displaced()]

@@ -40,6 +40,7 @@ class Segments:
         self._bytes = 0  # of this rank
         self._shared_dead: deque[int] = deque()  # bytes of shared parts that rank 0 has let go
         self._books = threading.Lock()
+        self._shared: list[weakref.ref[torch.UntypedStorage]] = []  # memory that is one on all ranks
         self.used = False  # whether anything was ever allocated: the same on every rank
 
     def new(self, nbytes: int, what: str, *, keep: bool = False) -> tuple[int, list[Tensor]]:
@@ -107,10 +108,17 @@ class Segments:
         finally:
             close_all([fd])
         self._agree(lack)
+        self._shared.append(weakref.ref(memory[0].untyped_storage()))
         if links.rank == 0:
             self._bytes += nbytes
             weakref.finalize(memory[0].untyped_storage(), self._shared_dead.append, nbytes).atexit = False
         return memory[0]
+
+    def shares(self, x: Tensor) -> bool:
+        """Whether `x` lies in memory that is one on all ranks. Not collective."""
+        storage = x.untyped_storage()
+        self._shared = [each for each in self._shared if each() is not None]
+        return any(each() is storage for each in self._shared)
 
     def find(self, x: Tensor) -> tuple[int, int]:
         """Return the segment in which `x` lies and its offset there, or (-1, 0). Not collective.

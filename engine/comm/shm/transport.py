@@ -78,6 +78,9 @@ class SharedMemoryTransport(InOrder):
         self.do(make)
         return made.pop()
 
+    def shares(self, x: Tensor) -> bool:
+        return self._segments.shares(x)
+
     def memory(self) -> dict[str, int]:
         """Return the bytes of shared memory that this rank has reserved: `staging` and `allocated`."""
         staging = self.collectives.staging_bytes
