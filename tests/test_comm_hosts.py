@@ -227,6 +227,60 @@ def test_a_killed_rank_is_named_at_once_on_every_host(world: World) -> None:
     assert set(caught.value.reports) == {3}, "the others returned their errors well before the limit of a call"
 
 
+# ---- several calls at once -------------------------------------------------------------------------------------------
+
+
+def to_all_in_two_groups(rank: int, size: int, store: str, hosts: str) -> int:
+    """Two groups over the same ranks: what one of them sends is nothing for the other. Returns how many were wrong."""
+    with open_on(rank, size, store, hosts, "shm") as mesh:
+        wrong = 0
+        for turn in range(10):
+            given = {
+                comm: [torch.arange(3000) + 10_000 * r + 100_000 * turn + salt for r in range(size)]
+                for comm, salt in ((mesh.data, 0), (mesh.world, 5_000))
+            }
+            works = [(comm, comm.all_to_all(parts[rank], async_op=True)) for comm, parts in given.items()]
+            for comm, work in works:
+                want = torch.cat([each.view(size, -1)[rank] for each in given[comm]])
+                wrong += not torch.equal(work.wait(), want)
+        return wrong
+
+
+def test_groups_over_the_same_ranks_keep_their_messages(world: World) -> None:
+    assert world.run(3, to_all_in_two_groups, "aab", mesh=False) == [0, 0, 0]
+
+
+def allocate_behind_queued(rank: int, size: int, store: str, hosts: str) -> list[bool]:
+    with open_on(rank, size, store, hosts, "shm") as mesh:
+        comm, parts = mesh.data, [torch.arange(200_000.0) + r for r in range(size)]
+        works = [comm.all_reduce(parts[rank] * turn, async_op=True) for turn in range(1, 5)]
+        memory = comm.allocate((1000,))
+        sums = [torch.equal(work.wait(), sum(parts) * turn) for turn, work in enumerate(works, start=1)]  # type: ignore[operator]
+        return [*sums, not memory.any(), bool((comm.all_reduce(memory.fill_(rank + 1)) == 6).all())]
+
+
+def test_memory_is_allocated_after_the_calls_that_are_queued(world: World) -> None:
+    assert world.run(3, allocate_behind_queued, "aab", mesh=False) == [[True] * 6] * 3
+
+
+def with_another_default(rank: int, size: int, store: str, hosts: str) -> tuple[list[str], list[str], Any]:
+    with open_on(rank, size, store, hosts, "shm") as mesh, torch.device("meta"):
+        memory, x = mesh.data.allocate((4,)), torch.full((4,), rank + 1.0, device="cpu")
+        mesh.data.barrier()
+        results = [mesh.data.all_reduce(x.clone()), mesh.data.all_gather(x[:1]), mesh.data.all_to_all(x[:3])]
+        results += [mesh.data.all_reduce(memory.copy_(x)), mesh.data.reduce_scatter(x[:3])]
+        return [str(each.device) for each in (memory, *results)], [str(torch.empty(1).device)], [
+            each.tolist() for each in results
+        ]  # fmt: skip
+
+
+def test_the_callers_default_device_is_nothing_to_the_engine(world: World) -> None:
+    for devices, default, values in world.run(3, with_another_default, "aab", mesh=False):
+        assert set(devices) == {"cpu"}
+        assert default == ["meta"]
+        assert values == [[6.0] * 4, [1.0, 2.0, 3.0], [1.0, 2.0, 3.0], [6.0] * 4, [6.0]]
+
+
 # ---- hosts that share nothing but a cable ------------------------------------------------------------------------
 
 JOB = """

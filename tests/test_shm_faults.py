@@ -82,6 +82,42 @@ def test_a_killed_rank_is_named_at_once_by_all_that_wait(world: World, case: str
         assert "rank 1 is gone" in heard[2]
 
 
+def die_with_a_child(rank: int, size: int, store: str) -> tuple[str, float]:
+    """Both ranks have forked, as a loader does for its workers; rank 1's child lives on when rank 1 is killed."""
+    told = Path(f"{store}.told")
+    with open_mesh(rank, size, store) as mesh:
+        mesh.data.all_reduce(torch.ones(3))
+        child = os.fork()
+        if not child:
+            limit = time.monotonic() + 10
+            while not told.exists() and time.monotonic() < limit:
+                time.sleep(0.01)
+            os._exit(0)
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        started = time.monotonic()
+        try:
+            mesh.data.all_reduce(torch.ones(3))
+        except CommunicationError as error:
+            text, seconds = str(error), time.monotonic() - started
+        else:
+            text, seconds = "no error", 0.0
+        told.touch()
+        os.waitpid(child, 0)
+        raise AssertionError(f"heard after {seconds:.3f} s: {text}")
+
+
+def test_a_killed_rank_is_gone_although_its_child_lives(world: World) -> None:
+    with pytest.raises(WorldError) as caught:
+        world.run(2, die_with_a_child, mesh=False)
+    assert "rank 1 died of SIGKILL" in caught.value.reports[1]
+    heard = re.search(r"AssertionError: heard after ([\d.]+) s: (.*)", caught.value.reports[0])
+    assert heard, caught.value.reports[0]
+    assert float(heard[1]) < SOON
+    assert "rank 1 is gone" in heard[2]
+    assert "does not answer" not in heard[2]
+
+
 # ---- a rank that stops -----------------------------------------------------------------------------------------------
 
 

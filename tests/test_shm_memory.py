@@ -122,6 +122,30 @@ def test_nothing_is_reserved_for_nothing(world: World) -> None:
     assert world.run(Layout(data=2), reserve_nothing, transport="shm") == [True, True]
 
 
+def ask_for_what_nobody_has(mesh: Mesh) -> Any:
+    comm, before = mesh.data, taken(mesh)
+    calls: list[Any] = [
+        lambda: comm.allocate((1 << 62,)),
+        lambda: comm.allocate((1 << 61,), shared=True),
+        lambda: comm.allocate(4),  # type: ignore[arg-type]
+        lambda: comm.allocate((4,), "float32"),  # type: ignore[arg-type]
+    ]
+    found = [outcome(call) for call in calls]
+    return found, taken(mesh) == before, comm.all_reduce(comm.allocate((3,)).fill_(comm.rank + 1)).tolist()
+
+
+def test_what_no_machine_has_and_what_is_no_size_is_refused(world: World) -> None:
+    for found, same, sums in world.run(Layout(data=2), ask_for_what_nobody_has, transport="shm"):
+        (first, large), (second, shared), (third, shape), (fourth, dtype) = found
+        assert [first, second, third, fourth] == ["MemoryShortageError"] * 2 + ["UsageError"] * 2
+        assert f"{1 << 64} bytes are more than any machine has" in large
+        assert f"{1 << 63} bytes are more than any machine has" in shared
+        assert "shape is a sequence of sizes and dtype a torch.dtype, not 4 and" in shape
+        assert "not (4,) and 'float32'" in dtype
+        assert same
+        assert sums == [3.0] * 3
+
+
 # ---- what is free ----------------------------------------------------------------------------------------------------
 
 

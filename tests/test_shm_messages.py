@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from torch import Tensor
 
 import engine
 from engine import Layout
+from tests.values import outcome
 from tests.world import World
 
 Mesh = engine.Mesh
@@ -124,3 +127,78 @@ def many_small(mesh: Mesh) -> bool:
 
 def test_hundreds_of_messages_wait_for_their_receives(world: World) -> None:
     assert world.run(Layout(data=2), many_small, transport="shm") == [True, True]
+
+
+# ---- several threads that wait ---------------------------------------------------------------------------------------
+
+
+def aside(call: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
+    """Run a call on a thread; its result, or its error, comes into the list."""
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(outcome(call)))
+    thread.start()
+    return thread, found
+
+
+def send_while_another_waits(mesh: Mesh) -> Any:
+    """Rank 1 answers only what it has got, so rank 0's thread waits for what its main thread has yet to send."""
+    comm, x = mesh.data, torch.zeros(10, dtype=torch.uint8)
+    if comm.rank == 1:
+        comm.recv(x, 0)
+        comm.send(x + 1, 0)
+        return torch.equal(x, held(0, 10))
+    thread, got = aside(lambda: comm.recv(x, 1))
+    time.sleep(0.2)
+    started = time.monotonic()
+    comm.send(held(0, 10), 1)
+    seconds = time.monotonic() - started
+    thread.join()
+    return torch.equal(got[0], held(0, 10) + 1) and seconds < 1.0
+
+
+def test_a_thread_may_send_while_another_waits(world: World) -> None:
+    assert world.run(Layout(data=2), send_while_another_waits, transport="shm", timeout=15) == [True, True]
+
+
+def wait_on_two_threads(mesh: Mesh, order: tuple[int, int]) -> bool:
+    """One thread moves the messages of both until its own has come; then the other has to go on by itself."""
+    comm = mesh.data
+    if comm.rank:
+        time.sleep(0.3 if comm.rank == 1 else 0.5)
+        comm.send(held(comm.rank, 1000), 0)
+        return True
+    waits = []
+    for peer in order:
+        waits.append((peer, *aside(lambda peer=peer: comm.recv(torch.zeros(1000, dtype=torch.uint8), peer))))
+        time.sleep(0.1)
+    for _, thread, _ in waits:
+        thread.join()
+    return all(torch.equal(got[0], held(peer, 1000)) for peer, _, got in waits)
+
+
+@pytest.mark.parametrize("order", [(1, 2), (2, 1)])
+def test_the_messages_of_a_thread_move_after_the_other_has_its_own(world: World, order: tuple[int, int]) -> None:
+    assert world.run(Layout(data=3), wait_on_two_threads, order, transport="shm", timeout=15) == [True] * 3
+
+
+# ---- another default device ------------------------------------------------------------------------------------------
+
+
+def with_another_default(mesh: Mesh) -> list[Any]:
+    """Rank 0's message is early: it comes while rank 1 waits for rank 2's."""
+    comm = mesh.data
+    with torch.device("meta"):
+        memory = comm.allocate((4,))
+        found = [str(memory.device), comm.all_reduce(memory.fill_(comm.rank + 1)).tolist()]
+        x = torch.arange(4.0, device="cpu")
+        if comm.rank != 1:
+            time.sleep(0.1 if comm.rank == 2 else 0.0)
+            comm.send(x + 10 * comm.rank, 1)
+            return found
+        return [*found, *(comm.recv(torch.zeros(4, device="cpu"), peer).tolist() for peer in (2, 0))]
+
+
+def test_the_callers_default_device_is_nothing_to_the_engine(world: World) -> None:
+    found = ["cpu", [6.0] * 4]
+    messages = [[20.0, 21.0, 22.0, 23.0], [0.0, 1.0, 2.0, 3.0]]
+    assert world.run(Layout(data=3), with_another_default, transport="shm") == [found, [*found, *messages], found]

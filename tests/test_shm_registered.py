@@ -5,7 +5,11 @@ Every rank and element has its own value; what lies around a view must stay.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import gc
+import mmap
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -234,6 +238,85 @@ def test_a_rank_may_keep_what_the_others_have_dropped(world: World) -> None:
     for kept, values in world.run(Layout(data=3), keep_on_one, transport="shm"):
         assert kept
         assert values == [6.0, 5.0]
+
+
+def mapped_at(address: int, count: int) -> Tensor:
+    """Return float32 that lie at an address that is free."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    fixed = 0x100000  # MAP_FIXED_NOREPLACE
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | fixed
+    where = libc.mmap(ctypes.c_void_p(address), ctypes.c_size_t(4 * count), 3, flags, -1, ctypes.c_long(0))
+    assert where == address, "the address is not free"
+    return torch.frombuffer((ctypes.c_float * count).from_address(address), dtype=torch.float32)
+
+
+def move_away(mesh: Mesh, count: int) -> tuple[bool, list[bool]]:
+    """torch moves a tensor of `allocate`, and what comes to lie at its old address is not in that memory."""
+    comm, strategy = mesh.data, torch.multiprocessing.get_sharing_strategy()
+    x = comm.allocate((count,))
+    address = x.data_ptr()
+    torch.multiprocessing.set_sharing_strategy("file_system")  # the other leaves mapped memory where it is
+    try:
+        x.fill_(comm.rank + 1).share_memory_()
+    finally:
+        torch.multiprocessing.set_sharing_strategy(strategy)
+    y, parts = mapped_at(address, count), [held(r, count) for r in range(comm.size)]
+    total = torch.stack(parts).sum(0)
+    found = [torch.equal(comm.all_reduce(y.copy_(parts[comm.rank])), total)]
+    gathered = comm.all_gather(y.copy_(parts[comm.rank]))
+    found.append(torch.equal(gathered, torch.cat(parts)))
+    after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    got = comm.exchange([(y.copy_(parts[comm.rank]), after)], [(torch.empty(count), before)])[0]
+    found.append(torch.equal(got, parts[before]))
+    found.append(bool((comm.all_reduce(x) == comm.size * (comm.size + 1) / 2).all()))
+    return x.data_ptr() != address, found
+
+
+def test_what_lies_where_a_moved_tensor_was_is_not_taken_for_it(world: World) -> None:
+    try:
+        for moved, right in world.run(Layout(data=2), move_away, 1 << 18, transport="shm"):
+            assert moved
+            assert right == [True] * 4
+    finally:
+        world.restart()  # torch's manager of shared files lives as long as the ranks that asked for it
+
+
+def drop_between_any_lines(mesh: Mesh) -> tuple[int, list[float]]:
+    """Tensors go, as the collector would let them go, one at every line that the books of memory are kept in."""
+    comm = mesh.data
+    gc.collect()
+    spare: list[Tensor] = []
+    kept: list[Tensor] = []
+
+    def drop(frame: Any, event: str, _: Any) -> Any:
+        if not frame.f_code.co_filename.endswith("shm/segments.py"):
+            return None
+        if event == "line" and spare:
+            spare.pop()
+        return drop
+
+    for turn in range(8):
+        spare.extend(comm.allocate((16,)) for _ in range(40))
+        comm.barrier()  # the record of a group's last call refers to its tensor
+        sys.settrace(drop)
+        try:
+            for _ in range(4):
+                kept.append(comm.allocate((16,)).fill_(comm.rank + turn))
+                comm.memory()
+        finally:
+            sys.settrace(None)
+    with contextlib.suppress(IndexError):
+        while True:
+            spare.pop()
+    comm.barrier()
+    return comm.memory()["allocated"], [comm.all_reduce(each)[-1].item() for each in kept]
+
+
+def test_memory_may_go_at_any_moment_of_an_allocation(world: World) -> None:
+    for allocated, sums in world.run(Layout(data=2), drop_between_any_lines, transport="shm"):
+        assert allocated == 32 * 16 * 4
+        assert sums == [2.0 * turn + 1 for turn in range(8) for _ in range(4)]
 
 
 # ---- modes -----------------------------------------------------------------------------------------------------------
