@@ -84,12 +84,7 @@ def fail_on_one_host(rank: int, size: int, store: str, hosts: str, late: bool) -
         return text, seconds
 
 
-LOST = pytest.mark.xfail(
-    strict=True, reason="a leader drops its last word's work, which gloo then does not deliver to who comes later"
-)
-
-
-@pytest.mark.parametrize("late", [False, pytest.param(True, marks=LOST)], ids=["early", "late"])
+@pytest.mark.parametrize("late", [False, True], ids=["early", "late"])
 def test_a_host_that_fails_tells_the_others_at_once(world: World, late: bool) -> None:
     *here, third, fourth = world.run(4, fail_on_one_host, "aabb", late, mesh=False)
     for text, seconds in here:

@@ -36,7 +36,7 @@ class _OverHosts:
         self._leaders = [host[0] for host in hosts]
         self._local = None if local is None else local.collectives
         self._across, self._tag = across, tag
-        self._last: list[Tensor] = []  # words that nobody may take any more
+        self._last: list[object] = []  # words that nobody may take any more, and their works: gloo drops what has none
 
     def barrier(self, token: Tensor) -> None:
         self.all_reduce(token, "max")
@@ -127,7 +127,11 @@ class _OverHosts:
             word = _word(b"!" * words.HEAD)
             self._last.append(word)
             with contextlib.suppress(BackendError):
-                self._across.exchange([(word, leader) for leader in self._others], [], self._tag)
+                self._last.append(self._across.exchange([(word, leader) for leader in self._others], [], self._tag))
+
+    def close(self) -> None:
+        """Drop what is under way for good: a work must not outlive its process group."""
+        self._last.clear()
 
     def _wide(self, v: Tensor, op: str) -> Tensor:
         """Return what is reduced in place of `v`: low precision is summed in float32 over all hosts."""
@@ -162,7 +166,7 @@ class _OverHosts:
         for peer, each in heard.items():
             said, name = bytes(each.tolist()), self._across.ranks[peer]
             if said != head:
-                self._last.append(word)  # which is under way for good
+                self._last += [word, works]  # which are under way for good
                 if said.startswith(b"!"):
                     raise BackendError(f"rank {name}, or another on its host, has failed")
                 raise BackendError(
@@ -233,6 +237,7 @@ class HostsTransport(InOrder):
         if self._local is not None:
             self._local.close()
         self.end()
+        self._over.close()
 
     def tell(self, reason: str) -> None:
         if self._local is not None:
