@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,11 +22,23 @@ class Agreement(Messages):
 
     def barrier(self) -> None:
         """Return once every rank of the group has called."""
-        self._agree("barrier", False, lambda t, box: t.barrier(box))
+        if self.size == 1:
+            return
+        token = self._token
+        if token is None:
+            token = self._token = torch.zeros((), dtype=torch.int32, device=self.device)
+        call = Call(self._label, "barrier", token, "max")
+        if self._checks:
+            self._compare(call)
+        self._run(call, lambda t: t.barrier(token), lambda: None, token, False)
 
     def any(self, flag: bool) -> bool:
         """Return whether `flag` is true on at least one rank of the group."""
-        return self._agree("any", flag, lambda t, box: t.all_reduce(box, "max"))
+        if self.size == 1:
+            return flag
+        box = torch.tensor(int(flag), dtype=torch.int32, device=self.device)
+        call = self._call("any", box, (box,), "max")
+        return bool(self._run(call, lambda t: t.all_reduce(box, "max"), box.item, box, False))
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype = torch.float32, *, shared: bool = False) -> Tensor:
         """Return a tensor of zeros on this group's device. Collectives of this group read it, and views of it, where it
@@ -111,16 +123,6 @@ class Agreement(Messages):
             f"{_around(other, first)}, rank 0 (global {self.ranks[0]}) has {_around(first, other)}: "
             f"start every rank with the same"
         )
-
-    # ---- inside ----------------------------------------------------------------------------------------------------
-
-    def _agree(self, name: str, flag: bool, start: Callable[[Calls, Tensor], Works]) -> bool:
-        """Return whether `flag` is true anywhere, as a call named `name`. `start` gets it as an element."""
-        box = torch.tensor(int(flag), dtype=torch.int32, device=self.device)
-        if self.size == 1:
-            return flag
-        call = self._call(name, box, (box,), "max")
-        return bool(self._run(call, lambda t: start(t, box), box.item, box, False))
 
 
 def _around(text: str, other: str, width: int = 160) -> str:

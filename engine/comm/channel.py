@@ -85,6 +85,7 @@ class Channel:
         self._planned = planned
         self._closed = False
         self._expected: Expected = {}
+        self._token: Tensor | None = None  # what a barrier sends, where something must be sent
         self._plans: dict[tuple[object, ...], tuple[Plan, bool]] = {}
         instruments = instruments or Instruments()
         self._ledger, self._monitor, self._checks = instruments.ledger, instruments.monitor, instruments.checks
