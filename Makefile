@@ -21,13 +21,12 @@ $(READY): pyproject.toml pins.txt
 train: setup ## Train a GPT on real text over data 2 x pipeline 2 x tensor 2: 8 processes on this CPU.
 	$(BIN)/torchrun --standalone --nproc-per-node 8 -m examples.gpt.train --config examples/gpt/config.yaml
 
-# What says something over a transport. The rest (layouts, plans, schedules, the doctor, benchmarks, examples) is pure, or
-# starts programs of its own that CI runs on both; tests/test_shm_* and tests/test_comm_hosts* name their transport.
-TALKING := $(filter-out $(wildcard tests/test_comm_hosts*.py),$(wildcard tests/test_comm*.py)) $(wildcard tests/test_mesh*.py \
-	tests/test_zero*.py tests/test_tensor_parallel.py tests/test_pipeline*.py tests/test_train_step.py \
-	tests/test_full_state.py tests/test_parity.py tests/test_world.py)
+# What moves values over a transport, as much as ten minutes hold. The rest is pure, names its transport, or starts
+# programs of its own; CI runs everything on both.
+TALKING := $(wildcard tests/test_communicator*.py) tests/test_comm_messages.py tests/test_comm_apart.py \
+	tests/test_comm_failures.py tests/test_zero.py tests/test_train_step.py
 
-test: setup ## Run all tests, and those that communicate on transport torch too.
+test: setup ## Run all tests, and those that move values on transport torch too.
 	$(BIN)/python -m pytest
 	ENGINE_TRANSPORT=torch $(BIN)/python -m pytest $(TALKING)
 

@@ -112,6 +112,7 @@ def record_opening(kind: str, monkeypatch: pytest.MonkeyPatch) -> list[list[Any]
     monkeypatch.setattr(dist, "init_process_group", init_process_group)
     monkeypatch.setattr(dist, "new_group", lambda *_, **__: mine().append(["new_group"]))
     monkeypatch.delenv("LOCAL_RANK", raising=False)
+    monkeypatch.delenv("ENGINE_TRANSPORT", raising=False)  # which may name what a CPU alone has
     store = dist.HashStore()
 
     def open_mesh(rank: int) -> None:

@@ -94,7 +94,7 @@ def test_a_system_without_what_it_takes_has_torch(monkeypatch: pytest.MonkeyPatc
     assert start.choose_transport(None, CPU) == start.choose_transport("shm", CPU) == "shm"
     monkeypatch.delattr(where, name)
     assert start.choose_transport(None, CPU) == start.choose_transport("torch", CPU) == "torch"
-    wanted = f"transport='shm' needs {name}, which this system does not have: take transport='torch'"
+    wanted = f"transport='shm' needs {name}, which this system does not have: take 'torch'"
     with pytest.raises(UsageError, match=wanted):
         start.choose_transport("shm", CPU)
     monkeypatch.setenv("ENGINE_TRANSPORT", "shm")
