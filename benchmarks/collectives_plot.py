@@ -16,13 +16,14 @@ _COLOURS = {
     "chosen": "#CC79A7",
     "pairwise": "#D55E00",
     "ring": "#009E73",
+    "doubling": "#BCBD22",
     "halving_doubling": "#E69F00",
     "hierarchical": "#56B4E9",
     "tree": "#8C564B",
     "scatter_all_gather": "#7F3C8D",
 }
 _SPARE = (
-    "#BCBD22", "#17BECF", "#882255", "#332288", "#EE8866", "#44BB99", "#4477AA", "#FFAABB", "#66AA55", "#AAAA00",
+    "#17BECF", "#882255", "#332288", "#EE8866", "#44BB99", "#4477AA", "#FFAABB", "#66AA55", "#AAAA00",
     "#99DDFF", "#BBCC33", "#AA3377", "#777777",
 )  # fmt: skip
 _MARKERS = "osv^D*Px"

@@ -14,7 +14,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engine import Mesh
-from engine.comm.transport import torch_all_gather, torch_reduce_scatter
+
+# torch 2.13 renamed the two; 2.7 has only the old names.
+_reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 Works = list[Any]
 
@@ -50,11 +53,11 @@ def reduce(at: RawGroup, x: Tensor, _out: Tensor, async_op: bool) -> Works:
 
 
 def reduce_scatter(at: RawGroup, x: Tensor, out: Tensor, async_op: bool) -> Works:
-    return [torch_reduce_scatter(out, x, group=at.group, async_op=async_op)]
+    return [_reduce_scatter(out, x, group=at.group, async_op=async_op)]
 
 
 def all_gather(at: RawGroup, x: Tensor, out: Tensor, async_op: bool) -> Works:
-    return [torch_all_gather(out, x, group=at.group, async_op=async_op)]
+    return [_all_gather(out, x, group=at.group, async_op=async_op)]
 
 
 def all_to_all(at: RawGroup, x: Tensor, out: Tensor, async_op: bool) -> Works:

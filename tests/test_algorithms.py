@@ -40,9 +40,9 @@ def play(plans: list[Plan], vectors: list[np.ndarray]) -> None:  # noqa: C901 (o
         if at[rank] == len(plans[rank]):
             return
         each = plans[rank][at[rank]]
-        for one in each.sends:
-            for other in each.receives:
-                assert one.stop <= other.start or other.stop <= one.start, "a slice is sent and received in one round"
+        crossing = [(s, r) for s in each.sends for r in each.receives if s.start < r.stop and r.start < s.stop]
+        assert each.swaps == bool(crossing)
+        assert each.reduce or not crossing, "a slice is sent and overwritten in one round"
         for transfer in each.sends:
             sends.setdefault((rank, transfer.peer), deque()).append(transfer)
         for transfer in each.receives:
@@ -132,6 +132,7 @@ def test_any_hosts_and_any_count(data: st.DataObject) -> None:
     [  # bytes that each of 4 ranks sends of a vector of 16 bytes, from the docstrings' formulas
         ("all_reduce", "pairwise", [24, 24, 24, 24]),
         ("all_reduce", "ring", [24, 24, 24, 24]),
+        ("all_reduce", "doubling", [32, 32, 32, 32]),
         ("all_reduce", "halving_doubling", [24, 24, 24, 24]),
         ("all_reduce", "hierarchical", [24, 24, 24, 24]),  # 2 (m - 1) / m S + 2 (H - 1) / H S / m, m = H = 2
         ("reduce_scatter", "pairwise", [12, 12, 12, 12]),
@@ -140,6 +141,7 @@ def test_any_hosts_and_any_count(data: st.DataObject) -> None:
         ("all_gather", "pairwise", [12, 12, 12, 12]),
         ("all_gather", "ring", [12, 12, 12, 12]),
         ("all_gather", "hierarchical", [12, 12, 12, 12]),
+        ("broadcast", "pairwise", [48, 0, 0, 0]),
         ("broadcast", "tree", [32, 16, 0, 0]),
         ("broadcast", "scatter_all_gather", [24, 8, 8, 8]),
         ("reduce", "tree", [0, 16, 16, 16]),
@@ -153,11 +155,14 @@ def test_bytes_of_four_ranks_are_these(operation: str, algorithm: str, expected:
 def formula(operation: str, algorithm: str, place: int, n: int, number: int) -> Fraction:
     """What one rank sends, in vectors, by the docstrings. place: from the root; number: of equal hosts."""
     inside, paired = Fraction(n, number), 1 << (n.bit_length() - 1)
+    if (operation, algorithm) == ("broadcast", "pairwise"):
+        return Fraction(0 if place else n - 1)
     if algorithm in ("pairwise", "ring"):
         return (1 + (operation == "all_reduce")) * Fraction(n - 1, n)
-    if algorithm == "halving_doubling":
+    if algorithm in ("doubling", "halving_doubling"):
         helper, helped = place >= paired, place < n - paired
-        return Fraction(1) if helper else 2 * Fraction(paired - 1, paired) + helped
+        core = paired.bit_length() - 1 if algorithm == "doubling" else 2 * Fraction(paired - 1, paired)
+        return Fraction(1) if helper else core + helped
     if algorithm == "hierarchical" and operation == "all_reduce":
         return 2 * (inside - 1) / inside + 2 * Fraction(number - 1, number) / inside
     if algorithm == "hierarchical":

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -48,8 +49,8 @@ def test_what_torchs_groups_raise_is_the_backends_unless_memory_is_short(
     error: Exception, kind: type[Exception], phase: str
 ) -> None:
     transport = TorchTransport.__new__(TorchTransport)
-    transport.group = None
-    calls = {"start": partial(transport._start, Failing(error)), "wait": partial(transport.wait, [Failing(error)])}
+    transport.group = cast(Any, SimpleNamespace(allreduce=Failing(error)))
+    calls = {"start": partial(transport._start, "allreduce"), "wait": partial(transport.wait, [Failing(error)])}
     with pytest.raises(kind) as caught:
         calls[phase]()
     assert type(caught.value) is kind

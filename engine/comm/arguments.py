@@ -22,12 +22,11 @@ def check_tensors(label: object, reads: Sequence[Tensor], writes: Sequence[Tenso
 
     Refuse also to write where several elements share memory. In one condition each, since every call pays for it.
     """
-    kind = device.type
     for xs in (reads, writes):
         for x in xs:
             if (
                 not isinstance(x, Tensor)
-                or x.device.type != kind
+                or (x.device != device and x.device.type != device.type)
                 or x.layout is not torch.strided
                 or (x.requires_grad and torch.is_grad_enabled())
             ):
@@ -127,7 +126,9 @@ def flat(x: Tensor) -> Tensor:
     """Return contiguous `x` as a vector over the same memory. The stride of a single element may be anything, and then
     keeps it from being viewed as bytes.
     """
-    return x.view(-1) if x.numel() != 1 else x.as_strided((1,), (1,))
+    if x.numel() == 1:
+        return x.as_strided((1,), (1,))
+    return x if x.dim() == 1 else x.view(-1)
 
 
 def mark_changed(x: Tensor) -> None:

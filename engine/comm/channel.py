@@ -15,7 +15,7 @@ from torch import Tensor
 from engine.comm.algorithms import plan_for
 from engine.comm.algorithms.compress import Compressed
 from engine.comm.algorithms.plan import Hosts, Plan, block
-from engine.comm.algorithms.run import Messenger, Operation, Running, writes_only
+from engine.comm.algorithms.run import Messenger, Operation, start_plan, writes_only
 from engine.comm.arguments import check_reduction, check_tensors
 from engine.comm.call import Call
 from engine.comm.checks import Expected, check_call
@@ -202,7 +202,7 @@ class Channel:
     ) -> Works:
         """Start a plan over this group's messages, see `Running`."""
         assert self._messenger is not None
-        return [Running(self._messenger, plan, at, op, like, initial)]
+        return start_plan(self._messenger, plan, at, op, like, initial)
 
     def _compressed(self, x: Tensor, wire: torch.dtype, out: Tensor, *, share: bool) -> Works:
         """Start a sum whose messages travel as `wire`."""

@@ -24,7 +24,7 @@ NATIVE = "native"
 OPERATIONS = (*PLANS, "all_to_all")
 _ANY = float("inf")
 _FEW = 8  # ranks up to which a message to each costs less than rounds
-_ONE_ROUND = {("reduce_scatter", "pairwise"), ("all_gather", "pairwise")}
+_ONE_ROUND = {("reduce_scatter", "pairwise"), ("all_gather", "pairwise"), ("broadcast", "pairwise")}
 
 Thresholds = tuple[tuple[float, str], ...]
 """(largest payload in bytes, algorithm), ascending; the last is for any."""
@@ -69,22 +69,20 @@ class Choice:
 
 
 def default_thresholds(operation: str, size: int, hosts: int) -> Thresholds:
-    """Return the built-in rules for gloo, from measurements with 2 and 4 ranks on one host (docs/collectives.md).
+    """Return the built-in rules for gloo, from measurements with 2, 3, 4 and 6 ranks on one host (docs/collectives.md).
 
-    gloo's reduce-scatter is an all-reduce and a slice, its all-gather copies: pairwise messages do neither. Its
-    all-reduce is slow to start; its rooted calls are trees of their own.
+    gloo's own calls are slow to start, since another thread runs them: short vectors go as few rounds of messages. Its
+    reduce-scatter is an all-reduce and a slice, its all-gather copies: pairwise messages do neither.
     """
+    few = size <= _FEW
     if operation in ("reduce_scatter", "all_gather"):
         return ((_ANY, "pairwise" if hosts == 1 else "hierarchical"),)
     if operation == "all_reduce":
-        if size == 2:
-            return ((1 << 25, NATIVE), (_ANY, "pairwise"))
-        quick = "halving_doubling" if size & (size - 1) == 0 else "pairwise" if size <= _FEW else NATIVE
-        large = "hierarchical" if hosts > 1 else "pairwise" if size <= _FEW else NATIVE
-        return ((1 << 20, quick), (1 << 25, NATIVE if hosts == 1 else large), (_ANY, large))
+        large = "hierarchical" if hosts > 1 else "pairwise" if few else NATIVE
+        return ((1 << 20 if few else 1 << 16, "doubling"), (1 << 25, NATIVE if hosts == 1 else large), (_ANY, large))
     if operation == "broadcast" and size > 2:
-        return ((1 << 23, NATIVE), (_ANY, "tree"))
-    return ((_ANY, "tree" if operation == "reduce" else NATIVE),)
+        return ((1 << 19, "pairwise"), (_ANY, "tree")) if few else ((1 << 23, NATIVE), (_ANY, "tree"))
+    return ((_ANY, {"broadcast": "pairwise", "reduce": "tree"}.get(operation, NATIVE)),)
 
 
 def read_choice(path: str | Path, forced: str | None = None) -> Choice:

@@ -121,18 +121,21 @@ class Communicator(Agreement):
         """Fill `x` on every rank with the values of rank `src`; returns it. Any dtype."""
         call = self._call("broadcast", x, (x,), peer=src, algorithm=algorithm)
         check_peer(call, src, self.size, "src")
-        if self.size == 1 or x.numel() == 0:
+        nbytes = x.nbytes
+        if self.size == 1 or nbytes == 0:
             return self._local(x, async_op)
         buffer = plain(x)
-        mark_changed(x)
-        native = self._choose(call, x.numel() * x.element_size(), algorithm, async_op) == "native"
-        return self._run(
-            call,
-            lambda t: t.broadcast(buffer, src) if native else self._planned_run(call, flat(buffer), "sum"),
-            lambda: x if buffer is x or self.rank == src else write(x, buffer),
-            (x, buffer),
-            async_op,
-        )
+        native = self._choose(call, nbytes, algorithm, async_op) == "native"
+
+        def start(t: Calls) -> Works:
+            works = t.broadcast(buffer, src) if native else self._planned_run(call, flat(buffer), "sum")
+            mark_changed(x)
+            return works
+
+        def finish() -> Tensor:
+            return x if buffer is x or self.rank == src else write(x, buffer)
+
+        return self._run(call, start, finish, (x, buffer), async_op)
 
     @overload
     def reduce(
@@ -331,11 +334,15 @@ class Communicator(Agreement):
             return self._local(x, async_op)
         receives = call.name == "all_reduce" or call.peer == self.rank
         buffer = plain(x)
-        if receives:
-            mark_changed(x)
-        elif buffer is x and self._scratches(call):
+        if not receives and buffer is x and self._scratches(call):
             buffer = x.clone()
         wire, wire_op = on_the_wire(buffer, op)
+
+        def begin(t: Calls) -> Works:
+            works = start(t, wire, wire_op)
+            if receives:
+                mark_changed(x)
+            return works
 
         def finish() -> Tensor:
             if not receives:
@@ -343,7 +350,7 @@ class Communicator(Agreement):
             average(buffer, op, self.size)
             return x if buffer is x else write(x, buffer)
 
-        return self._run(call, lambda t: start(t, wire, wire_op), finish, (x, buffer, wire), async_op)
+        return self._run(call, begin, finish, (x, buffer, wire), async_op)
 
     def _scratches(self, call: Call) -> bool:
         """Whether what a rank only contributes to a reduction is used as scratch space: by some backends, and by the
@@ -356,8 +363,12 @@ class Communicator(Agreement):
 
     def _planned_run(self, call: Call, vector: Tensor, op: str) -> Works:
         """Start the call's plan over the flat vector that it changes."""
-        plan, _ = self._plan(call, vector.numel())
-        return self._running(plan, lambda start, stop: vector[start:stop], op, vector)
+        count = vector.numel()
+
+        def at(start: int, stop: int) -> Tensor:
+            return vector if stop - start == count else vector[start:stop]
+
+        return self._running(self._plan(call, count)[0], at, op, vector)
 
     def _scatter(self, call: Call, wire: Tensor, into: Tensor, op: str) -> Works:
         """Start a reduce-scatter by plan: the own block lies in `into`, the others are read where they are unless the

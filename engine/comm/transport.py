@@ -6,18 +6,15 @@ Communicator's. `TorchTransport` is the one place that knows torch's names, vers
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import AllgatherOptions  # torch.distributed has it, but does not export it
 
 from engine.comm.arguments import flat
-
-# torch 2.13 renamed the two; 2.7 has only the old names. For the benchmark's raw calls too.
-torch_reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-torch_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 _OPS = {
     "sum": dist.ReduceOp.SUM,
@@ -127,6 +124,18 @@ def _bytes(x: Tensor) -> Tensor:
     return x if x.dtype in _MOVABLE else flat(x).view(torch.uint8)
 
 
+def _real(x: Tensor) -> Tensor:
+    """Return a view of `x` that can be summed: torch's groups have no complex numbers."""
+    return torch.view_as_real(x) if x.is_complex() else x
+
+
+def _options(options: Any, **values: Any) -> Any:
+    """Return a group's options for a call that is waited for by its work."""
+    for name, value in {**values, "asyncOp": True}.items():
+        setattr(options, name, value)
+    return options
+
+
 class TorchTransport(Transport):
     """Collectives of one process group."""
 
@@ -137,24 +146,29 @@ class TorchTransport(Transport):
         self.ranks = tuple(ranks)
         # gloo starts messages one by one; the others must be told of a batch as one.
         self._single = dist.get_backend(group) == "gloo"
+        self._summed = {name: _options(dist.AllreduceOptions(), reduceOp=op) for name, op in _OPS.items()}
+        self._scattered = {name: _options(dist.ReduceScatterOptions(), reduceOp=op) for name, op in _OPS.items()}
+        self._gathered = _options(AllgatherOptions())
+        self._exchanged = _options(dist.AllToAllOptions())
 
     def all_reduce(self, x: Tensor, op: str) -> Works:
-        return self._start(dist.all_reduce, x, _OPS[op])
+        return self._start("allreduce", [_real(x)], self._summed[op])
 
     def broadcast(self, x: Tensor, src: int) -> Works:
-        return self._start(dist.broadcast, _bytes(x), self.ranks[src])
+        return self._start("broadcast", [_bytes(x)], _options(dist.BroadcastOptions(), rootRank=src, rootTensor=0))
 
     def reduce(self, x: Tensor, dst: int, op: str) -> Works:
-        return self._start(dist.reduce, x, self.ranks[dst], _OPS[op])
+        options = _options(dist.ReduceOptions(), rootRank=dst, rootTensor=0, reduceOp=_OPS[op])
+        return self._start("reduce", [_real(x)], options)
 
     def reduce_scatter(self, out: Tensor, x: Tensor, op: str) -> Works:
-        return self._start(torch_reduce_scatter, out, x, _OPS[op])
+        return self._start("_reduce_scatter_base", _real(out), _real(x), self._scattered[op])
 
     def all_gather(self, out: Tensor, x: Tensor) -> Works:
-        return self._start(torch_all_gather, _bytes(out), _bytes(x))
+        return self._start("_allgather_base", _bytes(out), _bytes(x), self._gathered)
 
     def all_to_all(self, out: Tensor, x: Tensor) -> Works:
-        return self._start(dist.all_to_all_single, _bytes(out), _bytes(x))
+        return self._start("alltoall_base", _bytes(out), _bytes(x), [], [], self._exchanged)
 
     def exchange(
         self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], tag: int = 0
@@ -190,9 +204,12 @@ class TorchTransport(Transport):
             _blame(error)
             raise
 
-    def _start(self, function: Callable[..., Any], *arguments: Any) -> Works:
+    def _start(self, name: str, *arguments: Any) -> Works:
+        """Start what torch.distributed's function of this kind starts in the end. Its way there costs more than the
+        communicator: arguments checked once more, a record for its log.
+        """
         try:
-            return [function(*arguments, group=self.group, async_op=True)]
+            return [getattr(self.group, name)(*arguments)]
         except RuntimeError as error:
             _blame(error)
             raise

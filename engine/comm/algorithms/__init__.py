@@ -29,6 +29,7 @@ PLANS: dict[str, dict[str, Maker]] = {
     "all_reduce": {
         "pairwise": _alike(flat.pairwise_all_reduce),
         "ring": _alike(flat.ring_all_reduce),
+        "doubling": _alike(flat.doubling_all_reduce),
         "halving_doubling": _alike(flat.halving_doubling_all_reduce),
         "hierarchical": _hosted(hierarchical.hierarchical_all_reduce),
     },
@@ -43,6 +44,7 @@ PLANS: dict[str, dict[str, Maker]] = {
         "hierarchical": _hosted(hierarchical.hierarchical_all_gather),
     },
     "broadcast": {
+        "pairwise": _rooted(flat.pairwise_broadcast),
         "tree": _rooted(flat.binomial_broadcast),
         "scatter_all_gather": _rooted(flat.scatter_all_gather_broadcast),
     },

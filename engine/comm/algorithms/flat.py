@@ -62,17 +62,10 @@ def halving_doubling_all_reduce(rank: int, size: int, count: int) -> Plan:
     p is the largest power of two up to n. Rank p + i only gives its vector to rank i and gets the result from it at the
     end: S bytes each way, two rounds more.
     """
-    paired = 1 << (size.bit_length() - 1)
-    extra = size - paired
-    whole = (0, count)
-    if rank >= paired:
-        partner = rank - paired
-        idle = tuple(round_of([], [], reduce=False) for _ in range(2 * (paired.bit_length() - 1)))
-        first, last = round_of([(partner, whole)], [], reduce=True), round_of([], [(partner, whole)], reduce=False)
-        return (first, *idle, last)
+    paired = _paired(size)
     halving, doubling = [], []
-    low, high = whole
-    distance = paired // 2
+    low, high = 0, count
+    distance = paired // 2 if rank < paired else 0
     while distance:
         partner, middle = rank ^ distance, low + (high - low) // 2
         lower, upper = (low, middle), (middle, high)
@@ -81,11 +74,45 @@ def halving_doubling_all_reduce(rank: int, size: int, count: int) -> Plan:
         doubling.append(round_of([(partner, kept)], [(partner, given)], reduce=False))
         low, high = kept
         distance //= 2
-    core = (*halving, *reversed(doubling))
-    if not extra:
+    return _with_extra(rank, size, count, (*halving, *reversed(doubling)))
+
+
+def doubling_all_reduce(rank: int, size: int, count: int) -> Plan:
+    """Recursive doubling: partners at distances 1, 2, .. p/2 swap what they have: log2(p) rounds, log2(p) S bytes.
+
+    p and the ranks beyond it: as in `halving_doubling_all_reduce`.
+    """
+    paired, whole = _paired(size), (0, count)
+    distances = [1 << bit for bit in range(paired.bit_length() - 1)] if rank < paired else []
+    core = tuple(round_of([(rank ^ d, whole)], [(rank ^ d, whole)], reduce=True) for d in distances)
+    return _with_extra(rank, size, count, core)
+
+
+def _paired(size: int) -> int:
+    """Return the largest power of two up to `size`."""
+    return 1 << (size.bit_length() - 1)
+
+
+def _with_extra(rank: int, size: int, count: int, core: Plan) -> Plan:
+    """Return the plan of all ranks, given that of the first `_paired(size)`: each rank beyond gives its vector to one
+    of them before, and gets the result from it after.
+    """
+    paired, whole = _paired(size), (0, count)
+    if size == paired:
         return core
-    helped = [(rank + paired, whole)] if rank < extra else []
+    if rank >= paired:
+        partner = [(rank - paired, whole)]
+        return (round_of(partner, [], reduce=True), round_of([], partner, reduce=False))
+    helped = [(rank + paired, whole)] if rank < size - paired else []
     return (round_of([], helped, reduce=True), *core, round_of(helped, [], reduce=False))
+
+
+def pairwise_broadcast(rank: int, size: int, count: int, root: int) -> Plan:
+    """The root sends the vector to each other rank at once: one round, (n - 1) S bytes."""
+    others, whole = [(root + step) % size for step in range(1, size)], (0, count)
+    if rank == root:
+        return (round_of([(peer, whole) for peer in others], [], reduce=False),)
+    return (round_of([], [(root, whole)], reduce=False),)
 
 
 def binomial_broadcast(rank: int, size: int, count: int, root: int) -> Plan:

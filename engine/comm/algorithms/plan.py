@@ -23,12 +23,14 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Round:
-    """What one rank sends and receives at the same time. No slice is both sent and received."""
+    """What one rank sends and receives at the same time. Unless it reduces, no slice is both sent and received."""
 
     sends: tuple[Transfer, ...] = ()
     receives: tuple[Transfer, ...] = ()
     reduce: bool = False
     """Whether what is received is reduced into the vector, in the listed order, or takes the place of what is there."""
+    swaps: bool = False
+    """Whether it reduces into what it sends, which must be sent before."""
 
 
 Plan = tuple[Round, ...]
@@ -51,7 +53,8 @@ def round_of(
         tuple(Transfer(peer, start, stop) for peer, (start, stop) in pairs if start < stop)
         for pairs in (sends, receives)
     ]
-    return Round(kept[0], kept[1], reduce)
+    swaps = any(one.start < other.stop and other.start < one.stop for one in kept[0] for other in kept[1])
+    return Round(kept[0], kept[1], reduce, swaps)
 
 
 def elements_sent(plan: Plan) -> int:

@@ -88,8 +88,26 @@ class Messenger:
             del self._free[0]
 
 
+def start_plan(
+    messenger: Messenger,
+    plan: Plan,
+    at: Callable[[int, int], Tensor],
+    op: str,
+    like: Tensor,
+    initial: Tensor | None = None,
+) -> Works:
+    """Start a plan, see `Running`, and return what to wait for: its messages themselves where they are all it has."""
+    if messenger.moves_alone and len(plan) <= 1 and not any(each.reduce for each in plan):
+        tag = messenger.tag()  # also where this rank has nothing to send
+        if not plan:
+            return []
+        sends = [(at(t.start, t.stop), t.peer) for t in plan[0].sends]
+        return messenger.start(sends, [(at(t.start, t.stop), t.peer) for t in plan[0].receives], tag)
+    return [Running(messenger, plan, at, op, like, initial)]
+
+
 class Running(Operation):
-    """One operation under way."""
+    """One operation under way, round by round."""
 
     def __init__(
         self,
@@ -147,6 +165,8 @@ class Running(Operation):
         wait = self._messenger.wait
         if not apart:
             wait(works)
+        elif each.swaps:
+            wait(works[:sends])
         for index, transfer in enumerate(each.receives):
             if apart:
                 wait(works[sends + index : sends + index + 1])
@@ -154,7 +174,7 @@ class Running(Operation):
                 into = self._at(transfer.start, transfer.stop)
                 self._combine(into if self._initial is None else self._initial, self._incoming[index], out=into)
                 self._initial = None
-        if apart:
+        if apart and not each.swaps:
             wait(works[:sends])
         if self._scratch is not None:
             self._messenger.give(self._scratch)
