@@ -89,7 +89,7 @@ def open_with_little(rank: int, size: int, store: str, free: list[int]) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("free", "staging"), [([3 * MIB, 64 * MIB], MIB), ([64 * MIB, MIB], MIB // 2), ([64 * MIB, 20 << 10], 8192)]
+    ("free", "staging"), [([3 * MIB, 64 * MIB], MIB), ([64 * MIB, MIB], MIB // 2), ([64 * MIB, 40 << 10], 16384)]
 )
 def test_the_staging_shrinks_first(world: World, free: list[int], staging: int) -> None:
     """Two slots of 1 MiB on each of 2 ranks are wanted, and the slots are halved until they fit."""

@@ -3,7 +3,8 @@
 Tensors in memory of `allocate` are read where they lie ("direct"), with a meeting before and one after. Others, and
 small ones, go through staging: each rank copies a piece of cache size into its slot, all meet, and each reads the
 others' slots. There are two slots, used in turn, so one meeting for each piece is enough: whoever comes to a meeting
-has read everything that was put out for the one before.
+has read everything that was put out for the one before. A broadcast has two slots of its own, since only its root then
+knows how far the others are.
 
 Every element of a result is summed by one rank, or by all in the same order: all ranks get the same bits.
 """
@@ -55,18 +56,20 @@ class Collectives:
         self._slot = 0  # bytes of a slot; 0 before the first use
         self._slots: list[list[Tensor]] = []  # [turn][rank], for what goes in
         self._sums: list[list[Tensor]] = []  # the same, for sums on their way out
+        self._told: list[list[Tensor]] = []  # [turn][rank], for what a rank broadcasts
         self._turn = 0  # which slots the next meeting announces
+        self._told_turns = [0] * self._size  # the same for the next piece that a rank broadcasts
         self._views: dict[tuple[torch.dtype, int], list[list[Tensor]]] = {}
         self._places: list[tuple[int, int]] = []  # where each rank's tensor lies, in a direct operation
 
     @property
     def staging_bytes(self) -> int:
         """Bytes of this rank's slots."""
-        return (len(self._slots) + len(self._sums)) * self._slot
+        return (len(self._slots) + len(self._told) + len(self._sums)) * self._slot
 
     def close(self) -> None:
         """Drop the slots."""
-        self._slots, self._sums, self._slot = [], [], 0
+        self._slots, self._told, self._sums, self._slot = [], [], [], 0
         self._views.clear()
 
     # ---- operations ------------------------------------------------------------------------------------------------
@@ -92,23 +95,27 @@ class Collectives:
             self._reduce_pieces(head, v, op, keep=True)
 
     def broadcast(self, x: Tensor, src: int) -> None:
-        """Fill `x` with rank `src`'s."""
+        """Fill `x` with rank `src`'s. It meets each of the others, who do not wait for each other."""
         v = flat(x)
         head = words.head("broadcast", "", v.dtype, v.numel(), src)
         self._ready(head)
         mine = self._rank == src
-        if v.numel() * v.element_size() > _DIRECT and self._direct(head, v if mine else None, src):
-            if not mine:
-                v.copy_(self._peer(src, v, 0, v.numel()))
-            self._meet(head)
-            return
+        if self._segments.used and v.numel() * v.element_size() > _DIRECT:
+            word = head + words.place(*(self._segments.find(v) if mine else (-1, 0)))
+            self._places = words.places(self._compare(self._links.meet(word, src), head))
+            if self._places[src][0] >= 0:
+                if not mine:
+                    v.copy_(self._peer(src, v, 0, v.numel()))
+                self._links.collect(head, src)
+                return
         for a, b in self._pieces(v):
-            slots, piece = self._slots_for(v[a:b]), v[a:b]
+            piece, slot = v[a:b], _part(self._told[self._told_turns[src]][src], v, 0, b - a)
+            self._told_turns[src] ^= 1
             if mine:
-                slots[src].copy_(piece)
-            self._meet(head)
+                slot.copy_(piece)
+            self._compare(self._links.meet(head, src), head)
             if not mine:
-                piece.copy_(slots[src])
+                piece.copy_(slot)
 
     def reduce(self, x: Tensor, dst: int, op: str) -> None:
         """Reduce `x` into rank `dst`'s; the others' are only read."""
@@ -230,16 +237,14 @@ class Collectives:
         first = self._rank * count
         return [_part(self._slots[turn][j], v, first, first + count) for j in range(self._size)]
 
-    def _direct(self, head: bytes, source: Tensor | None, root: int = -1) -> bool:
-        """Meet, and return whether every rank's tensor lies in shared memory, or that of `root`, which alone has one.
-        Without a meeting where nothing has been allocated.
+    def _direct(self, head: bytes, source: Tensor) -> bool:
+        """Meet, and return whether every rank's tensor lies in shared memory. Without a meeting where nothing has been
+        allocated.
         """
         if not self._segments.used:
             return False
-        place = (-1, 0) if source is None else self._segments.find(source)
-        self._places = words.places(self._meet(head + words.place(*place)))
-        asked = self._places if root < 0 else self._places[root : root + 1]
-        return all(number >= 0 for number, _ in asked)
+        self._places = words.places(self._meet(head + words.place(*self._segments.find(source))))
+        return all(number >= 0 for number, _ in self._places)
 
     def _peer(self, j: int, like: Tensor, start: int, count: int) -> Tensor:
         """Return elements of rank j's tensor, where it lies."""
@@ -265,12 +270,15 @@ class Collectives:
         return known[self._turn]
 
     def _meet(self, word: bytes) -> list[bytes]:
-        found = self._links.meet(word)
-        head = word[: words.HEAD]
+        found = self._compare(self._links.meet(word), word[: words.HEAD])
+        self._turn ^= 1
+        return found
+
+    def _compare(self, found: list[bytes], head: bytes) -> list[bytes]:
+        """Return what the ranks have said, unless one is in another operation."""
         for each in found:
             if not each.startswith(head):
                 words.compare(found, head, self._links.names)
-        self._turn ^= 1
         return found
 
     def _ready(self, head: bytes) -> None:
@@ -278,7 +286,7 @@ class Collectives:
         if self._slot:
             return
         self._meet(head)  # else ranks that differ in their first call would hear of this allocation, not of that call
-        kinds = 2 if self._size == 2 else 4
+        kinds = 4 if self._size == 2 else 6
         least = -(-_WIDEST * self._size // _LEAST) * _LEAST  # an element for each rank
         slot = max(least, min(_PIECE, self._staging // (kinds * self._size)) // _LEAST * _LEAST)
         while True:
@@ -290,7 +298,7 @@ class Collectives:
                     raise
                 slot = max(least, slot // 2 // _LEAST * _LEAST)
         rows = [[part[k * slot : (k + 1) * slot] for part in parts] for k in range(kinds)]
-        self._slots, self._sums, self._slot = rows[:2], rows[2:], slot
+        self._slots, self._told, self._sums, self._slot = rows[:2], rows[2:4], rows[4:], slot
 
 
 def combine(out: Tensor, parts: Sequence[Tensor], op: str) -> None:

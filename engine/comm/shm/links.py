@@ -173,31 +173,25 @@ class Links:
         close_in_children(sockets.values())
         self._send = [(j, sockets[j].send) for j in sorted(sockets)]
         self._receive = [(j, sockets[j].recv) for j in sorted(sockets)]
+        self._send_to = {j: [(j, send)] for j, send in self._send}
+        self._receive_from = {j: [(j, receive)] for j, receive in self._receive}
 
-    def meet(self, word: bytes) -> list[bytes]:
+    def meet(self, word: bytes, root: int = -1) -> list[bytes]:
         """Give every rank a word of at most a few kilobytes and return theirs, in rank order, once all have come.
 
-        Raises BackendError when a peer has ended or failed, or the time limit has passed.
+        With `root`, that rank meets every other, and the others only it: they do not wait for each other, and the words
+        of those that they do not meet are their own. Raises BackendError when a peer has ended or failed, or the time
+        limit has passed.
         """
-        self._post(word)
-        words = [word] * self.size
-        deadline = 0.0
-        for j, receive in self._receive:
-            while True:
-                try:
-                    answer = receive(_PACKET)
-                    break
-                except BlockingIOError:
-                    pass  # a slice of the wait is over
-                except ConnectionResetError:
-                    continue  # it left without reading all, which the kernel tells once; what it said comes next
-                deadline = self._patience(deadline, j)
-            if not answer:
-                raise self._gone(j)
-            if answer[:1] == _ABORT:
-                raise BackendError(answer[1:].decode(errors="replace"))
-            words[j] = answer
-        return words
+        self._post(word, root)
+        return self._hear(word, root)
+
+    def collect(self, word: bytes, root: int) -> None:
+        """Give `root` a word; it alone waits, for everybody's. Raises as `meet` does."""
+        if self.rank == root:
+            self._hear(word, root)
+        else:
+            self._post(word, root)
 
     def hand_over(self, fd: int, root: int = -1) -> dict[int, int]:
         """Give every peer a descriptor, and return theirs by rank, -1 for one that this process has no room for; the
@@ -215,7 +209,7 @@ class Links:
                     try:
                         word, fds, flags, _ = socket.recv_fds(self._sockets[j], _PACKET, 1)
                     except BlockingIOError:
-                        deadline = self._patience(deadline, j)
+                        deadline = self._patience(deadline, [peer for peer, _ in self._receive if peer >= j])
                         continue
                     except ConnectionResetError:
                         continue
@@ -248,22 +242,45 @@ class Links:
         for peer in self._sockets.values():
             peer.close()
 
-    def _post(self, word: bytes) -> None:
-        for j, send in self._send:
+    def _post(self, word: bytes, root: int) -> None:
+        for j, send in self._send if root in (-1, self.rank) else self._send_to[root]:
             try:
                 send(word)
             except OSError as error:
                 raise self._gone(j) from error
 
-    def _patience(self, deadline: float, waiting: int) -> float:
-        """Return the deadline of a wait that has taken a slice, unless it has passed or a peer has ended meanwhile."""
+    def _hear(self, word: bytes, root: int) -> list[bytes]:
+        """Return the next word of everybody whom this rank meets, and its own."""
+        words = [word] * self.size
+        awaited = self._receive if root in (-1, self.rank) else self._receive_from[root]
+        deadline = 0.0
+        for j, receive in awaited:
+            while True:
+                try:
+                    answer = receive(_PACKET)
+                    break
+                except BlockingIOError:
+                    pass  # a slice of the wait is over
+                except ConnectionResetError:
+                    continue  # it left without reading all, which the kernel tells once; what it said comes next
+                deadline = self._patience(deadline, [peer for peer, _ in awaited if peer >= j])
+            if not answer:
+                raise self._gone(j)
+            if answer[:1] == _ABORT:
+                raise BackendError(answer[1:].decode(errors="replace"))
+            words[j] = answer
+        return words
+
+    def _patience(self, deadline: float, waiting: Sequence[int]) -> float:
+        """Return the deadline of a wait for these peers that has taken a slice, unless it has passed or one of them has
+        ended meanwhile.
+        """
         now = time.monotonic()
         deadline = deadline or now + self._limit - _SLICE
         poll = select.poll()
-        for j, _ in self._receive:
-            if j >= waiting:  # the others have come already
-                poll.register(self._sockets[j], select.POLLIN)
-        by_number = {self._sockets[j].fileno(): j for j, _ in self._receive}
+        by_number = {self._sockets[j].fileno(): j for j in waiting}
+        for number in by_number:
+            poll.register(number, select.POLLIN)
         for number, event in poll.poll(0):
             if event & (select.POLLHUP | select.POLLERR):
                 j = by_number[number]
@@ -273,13 +290,9 @@ class Links:
                 if not left:  # else it came, and ended afterwards
                     raise self._gone(j)
         if now >= deadline:
-            late = ", ".join(f"rank {self.names[j]}" for j in self._late(waiting))
+            late = ", ".join(f"rank {self.names[j]}" for j in waiting if self._peek(j) is None)
             raise BackendError(f"timed out after {self._limit:g} s waiting for {late}")
         return deadline
-
-    def _late(self, waiting: int) -> list[int]:
-        """Return the peers from `waiting` on that have not come."""
-        return [j for j, _ in self._receive if j >= waiting and self._peek(j) is None]
 
     def _peek(self, j: int) -> bytes | None:
         """Return a peer's next word without taking it, empty at its end, None where there is none yet."""
