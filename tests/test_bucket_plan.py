@@ -21,7 +21,7 @@ WIDTH = {torch.float64: 8, torch.float32: 4, torch.bfloat16: 2}  # bytes
 def infos(sizes: list[int], dtypes: list[torch.dtype] | None = None) -> list[ParameterInfo]:
     dtypes = dtypes or [torch.float32] * len(sizes)
     return [
-        ParameterInfo(f"p{i}", numel, dtype, group=i % 2, counted=i % 3 != 0)
+        ParameterInfo(f"p{i}", numel, dtype, group=i % 2, counted=((0, numel),) if i % 3 else ())
         for i, (numel, dtype) in enumerate(zip(sizes, dtypes, strict=True))
     ]
 
@@ -29,6 +29,7 @@ def infos(sizes: list[int], dtypes: list[torch.dtype] | None = None) -> list[Par
 parameters = st.lists(
     st.tuples(st.one_of(st.just(0), st.integers(0, 40)), st.sampled_from(sorted(WIDTH, key=str))), max_size=12
 ).map(lambda pairs: infos([numel for numel, _ in pairs], [dtype for _, dtype in pairs]))
+spans = st.sampled_from([(), ((0, 3),), ((0, 1), (2, 4))])
 limits = st.one_of(st.integers(1, 400), st.floats(0.5, 400))
 shard_counts = st.integers(1, 9)
 
@@ -141,6 +142,20 @@ def test_zero_size_parameters_have_a_place_and_no_elements() -> None:
     assert plan_buckets([], 1000, 2) == ()
 
 
+def test_counted_runs_are_clipped_to_the_shard_and_neighbours_joined() -> None:
+    """p0 counts its elements 0 to 2 and 4, p1 none, p2 all three; a shard may start and stop anywhere."""
+    own = [
+        ParameterInfo("p0", 5, torch.float32, 0, counted=((0, 2), (4, 5))),
+        ParameterInfo("p1", 2, torch.float32, 0, counted=()),
+        ParameterInfo("p2", 3, torch.float32, 0, counted=((0, 3),)),
+        ParameterInfo("p3", 2, torch.float32, 0, counted=((0, 2),)),
+    ]
+    (bucket,) = plan_buckets(own, 1000, 1)
+    assert bucket.counted(0, 12, own) == ((0, 2), (4, 5), (7, 12))
+    assert bucket.counted(1, 8, own) == ((1, 2), (4, 5), (7, 8))
+    assert bucket.counted(5, 7, own) == ()
+
+
 def test_a_limit_below_every_parameter_gives_each_its_own_bucket() -> None:
     assert [len(bucket.slices) for bucket in plan_buckets(infos([4, 1, 9]), 0.5, 2)] == [1, 1, 1]
 
@@ -151,7 +166,7 @@ def test_names_groups_and_counting_do_not_move_elements(
 ) -> None:
     """Ranks whose groups or names differ still reduce the same memory in the same order."""
     other = [
-        dataclasses.replace(info, name=name, group=data.draw(st.integers(0, 5)), counted=data.draw(st.booleans()))
+        dataclasses.replace(info, name=name, group=data.draw(st.integers(0, 5)), counted=data.draw(spans))
         for name, info in zip("abcdefghijkl", own, strict=False)
     ]
     assert plan_buckets(other, limit, shards) == plan_buckets(own, limit, shards)
@@ -159,7 +174,7 @@ def test_names_groups_and_counting_do_not_move_elements(
 
 def long_plan() -> str:
     kinds = [torch.float32, torch.bfloat16, torch.float64]
-    own = [ParameterInfo(f"layer.{i}", 5 * i % 7, kinds[i * i % 3], i % 2, counted=True) for i in range(20)]
+    own = [ParameterInfo(f"layer.{i}", 5 * i % 7, kinds[i * i % 3], i % 2, counted=()) for i in range(20)]
     return repr(plan_buckets(own, 60, 3))
 
 

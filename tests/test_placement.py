@@ -13,7 +13,18 @@ from torch import nn
 
 import engine
 from engine.errors import LayoutError, UsageError
-from engine.placement import REPLICATED, Placement, StageModule, Tied, divide, placements_of, replicated, ties_of
+from engine.placement import (
+    REPLICATED,
+    Part,
+    Placement,
+    StageModule,
+    Tied,
+    cut,
+    divide,
+    placements_of,
+    replicated,
+    ties_of,
+)
 from engine.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 
 MESH = engine.plan_mesh(engine.Layout(tensor=2), rank=1)
@@ -53,6 +64,78 @@ def test_shards_are_equal_and_join_to_the_whole(shape: list[int], size: int, dat
     assert placement.shape(shape, size) == tuple(expected)
     assert placement.full_shape(expected, size) == tuple(shape)
     assert torch.equal(torch.cat(shards, dim), full)
+
+
+FUSED = Placement(dim=0, parts=(Part(8, heads=4), Part(2, heads=2), Part(2, heads=2)))
+"""Queries of 4 heads of 2 rows, keys and values of 2 heads of 1 row."""
+
+
+@pytest.mark.parametrize(
+    ("size", "rows"),
+    [  # which rows of 12 each rank holds, by hand: its heads of every part
+        (1, [[*range(12)]]),
+        (2, [[0, 1, 2, 3, 8, 10], [4, 5, 6, 7, 9, 11]]),
+        (4, [[0, 1, 8, 10], [2, 3, 8, 10], [4, 5, 9, 11], [6, 7, 9, 11]]),
+    ],
+)
+def test_a_fused_shard_holds_its_heads_of_every_part(size: int, rows: list[list[int]]) -> None:
+    full = torch.arange(24.0).view(12, 2)
+    shards = [FUSED.shard(full, rank, size) for rank in range(size)]
+    assert [[int(row[0]) // 2 for row in shard] for shard in shards] == rows
+    assert {FUSED.shape((12, 2), size)} == {tuple(shard.shape) for shard in shards}
+    assert FUSED.full_shape(shards[0].shape, size) == (12, 2)
+    assert torch.equal(FUSED.join(shards), full)
+    columns = Placement(dim=1, parts=FUSED.parts)
+    assert torch.equal(columns.join([columns.shard(full.T, rank, size) for rank in range(size)]), full.T)
+
+
+def test_copied_heads_are_counted_once_and_their_gradients_are_summands() -> None:
+    counted = [FUSED.counted((4, 2), rank, 4) for rank in range(4)]
+    assert counted == [((0, 4), (4, 6), (6, 8)), ((0, 4),), ((0, 4), (4, 6), (6, 8)), ((0, 4),)]
+    gradient = torch.arange(8.0).view(4, 2)
+    pieces = [(view.tolist(), index, count) for view, index, count in FUSED.partial(gradient, 3, 4)]
+    assert pieces == [([[4.0, 5.0]], 1, 2), ([[6.0, 7.0]], 1, 2)]
+    assert FUSED.partial(torch.zeros(6, 2), 1, 2) == []
+    assert FUSED.is_copied(4)
+    assert not FUSED.is_copied(2)
+
+
+@pytest.mark.parametrize(("vocabulary", "size"), [(10, 4), (5, 4), (1, 3), (7, 2)])
+def test_a_padded_part_gets_zeros_behind_its_last_element(vocabulary: int, size: int) -> None:
+    placement, full = Placement(dim=0, parts=(Part(vocabulary, padded=True),)), torch.arange(1.0, vocabulary + 1)
+    rows = -(-vocabulary // size)
+    expected = torch.cat([full, torch.zeros(rows * size - vocabulary)]).view(size, rows)
+    shards = [placement.shard(full, rank, size) for rank in range(size)]
+    assert torch.equal(torch.stack(shards), expected)
+    assert [placement.padding(rank, size) for rank in range(size)] == [int((each == 0).sum()) for each in expected]
+    assert torch.equal(placement.join(shards), full)
+
+
+def test_what_divides_into_one_part_is_placed_as_if_it_had_none() -> None:
+    assert cut(0, [Part(8, padded=True)], 4) == cut(0, [Part(8, heads=4)], 4) == Placement(dim=0)
+    assert cut(0, [Part(8, heads=2)], 4).is_copied(4)
+    assert cut(0, [Part(7, padded=True)], 4) != Placement(dim=0)
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda: Part(6, heads=4), "Part(size=6, heads=4, padded=False): a part has at least 1 element, and its heads"),
+        (lambda: Part(6, heads=3, padded=True), "whole heads are not padded"),
+        (lambda: cut(0, [Part(12, heads=6)], 4), "6 heads do not divide over 4 ranks, nor 4 ranks over the heads"),
+        (lambda: cut(0, [Part(4), Part(6)], 4), "a part of 6 elements: 6 does not divide by 4"),
+        (lambda: Placement(parts=(Part(4),)), "only a dim that is cut has parts"),
+        (lambda: FUSED.shape((11, 2), 2), "dim 0 of shape (11, 2) is not the 12 elements of its parts"),
+        (
+            lambda: Placement(dim=1, parts=(Part(2, heads=1),)).counted((3, 2), 0, 2),
+            "need the parts to lie along dim 0",
+        ),
+    ],
+)
+def test_parts_that_cannot_be_cut_are_refused(call: Any, text: str) -> None:
+    with pytest.raises((LayoutError, UsageError)) as caught:
+        call()
+    assert text in str(caught.value)
 
 
 def test_a_shard_is_a_view_in_rank_order() -> None:

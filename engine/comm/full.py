@@ -10,6 +10,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from engine.comm.communicator import Communicator
 from engine.comm.mesh import Mesh
 from engine.placement import REPLICATED, Placement
 
@@ -38,12 +39,19 @@ def full_tensors(
     for stage, entries in enumerate(full_entries(local, placements, mesh)):
         for name, shape, dtype in entries:
             if stage == mesh.pipeline.rank:
-                whole = local[name].detach()
-                dim = placements.get(name, REPLICATED).dim
-                whole = whole.clone() if dim is None else mesh.tensor.all_gather(whole, dim)
+                whole = _joined(local[name].detach(), placements.get(name, REPLICATED), mesh.tensor)
             else:
                 whole = torch.empty(shape, dtype=dtype, device=mesh.device)
             mesh.pipeline.broadcast(whole, stage)
             if rank is None or rank == mesh.rank:
                 full[name] = whole.cpu()
     return full
+
+
+def _joined(shard: Tensor, placement: Placement, comm: Communicator) -> Tensor:
+    """Return the whole of a parameter, in memory of its own."""
+    if placement.dim is None:
+        return shard.clone()
+    if not placement.parts:
+        return comm.all_gather(shard, placement.dim)
+    return placement.join(comm.all_gather(shard.unsqueeze(0)).unbind())

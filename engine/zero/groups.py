@@ -168,7 +168,12 @@ def check_shards(mesh: Mesh, placements: Mapping[str, Placement], named: Sequenc
     """
     if mesh.tensor.size == 1 or mesh.planned:
         return
-    shards = [(name, p) for name, p in named if placements[name].dim is not None and p.numel()]
+    size = mesh.tensor.size
+    shards = [
+        (name, p)
+        for name, p in named
+        if placements[name].dim is not None and not placements[name].is_copied(size) and p.numel()
+    ]
     own = {name: fingerprint(p) for name, p in shards}
     others = [mesh.tensor.broadcast_object(own, rank) for rank in range(mesh.tensor.size)]
     for name, p in shards:

@@ -85,7 +85,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._ties = _own_ties(model, self._named)
         _broadcast(model, self._placements, self._ties, mesh)
         self._infos = [
-            ParameterInfo(name, parameter.numel(), parameter.dtype, group, self._is_counted(name))
+            ParameterInfo(name, parameter.numel(), parameter.dtype, group, self._counted(name, parameter))
             for group, (_, members) in enumerate(placed)
             for name, parameter in members
         ]
@@ -246,11 +246,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     # ---- inside ----------------------------------------------------------------------------------------------------
 
-    def _is_counted(self, name: str) -> bool:
-        """Whether this tensor and pipeline position counts the parameter in the norm."""
-        if self._placements[name].dim is None and self._mesh.tensor.rank != 0:
-            return False
-        return all(tie.name != name or tie.stages[0] == self._mesh.pipeline.rank for tie, _ in self._ties)
+    def _counted(self, name: str, parameter: Tensor) -> tuple[tuple[int, int], ...]:
+        """Return the elements of the parameter that this tensor and pipeline position counts in the norm."""
+        if any(tie.name == name and tie.stages[0] != self._mesh.pipeline.rank for tie, _ in self._ties):
+            return ()
+        return self._placements[name].counted(parameter.shape, self._mesh.tensor.rank, self._mesh.tensor.size)
 
     def _make_inner(
         self,
@@ -293,12 +293,19 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Sum over the tensor axis the gradients that are each rank's part of one."""
         if self._mesh.tensor.size == 1:
             return
-        partial = [_gradient(p) for name, p in self._named if self._placements[name].gradient == "sum"]
-        for dtype in dict.fromkeys(gradient.dtype for gradient in partial):
-            of_dtype = [gradient for gradient in partial if gradient.dtype == dtype]
-            flat = self._mesh.tensor.all_reduce(torch.cat([gradient.reshape(-1) for gradient in of_dtype]))
-            for gradient, total in zip(of_dtype, flat.split([g.numel() for g in of_dtype]), strict=True):
-                gradient.copy_(total.view(gradient.shape))
+        rank, size = self._mesh.tensor.rank, self._mesh.tensor.size
+        partial = [
+            piece for name, p in self._named for piece in self._placements[name].partial(_gradient(p), rank, size)
+        ]
+        for dtype in dict.fromkeys(gradient.dtype for gradient, _, _ in partial):
+            of_dtype = [piece for piece in partial if piece[0].dtype == dtype]
+            # A place for each piece of the axis: the ranks that hold another one add zeros.
+            places = [gradient.new_zeros(count, gradient.numel()) for gradient, _, count in of_dtype]
+            for (gradient, index, _), place in zip(of_dtype, places, strict=True):
+                place[index].view(gradient.shape).copy_(gradient)
+            flat = self._mesh.tensor.all_reduce(torch.cat([place.view(-1) for place in places]))
+            for (gradient, index, count), total in zip(of_dtype, flat.split([p.numel() for p in places]), strict=True):
+                gradient.copy_(total.view(count, *gradient.shape)[index])
 
     def _reduce(self) -> None:
         """Sum every bucket over the data axis, in the plan's order. Kept gradients fly together; borrowed memory is
@@ -316,9 +323,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def _counted_parts(self) -> Iterable[Tensor]:
         for bucket in self._buckets:
-            for run in bucket.plan.ranges(bucket.start, bucket.stop, key=lambda index: self._infos[index].counted):
-                if run.key:
-                    yield bucket.gradient(run.start, run.stop)
+            for start, stop in bucket.plan.counted(bucket.start, bucket.stop, self._infos):
+                yield bucket.gradient(start, stop)
 
 
 def _holders(

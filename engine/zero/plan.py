@@ -22,9 +22,9 @@ class ParameterInfo:
     dtype: torch.dtype
     group: int
     """Index of its parameter group."""
-    counted: bool
-    """Whether this rank counts it in the gradient norm: every parameter is counted by exactly one tensor and pipeline
-    position.
+    counted: tuple[tuple[int, int], ...]
+    """The elements [start, stop) that this rank counts in the gradient norm: each is counted by exactly one tensor and
+    pipeline position.
     """
 
 
@@ -82,6 +82,20 @@ class Bucket:
                 found[-1] = Range(found[-1].start, high, found[-1].key)
             else:
                 found.append(Range(low, high, key(each.index)))
+        return tuple(found)
+
+    def counted(self, start: int, stop: int, parameters: Sequence[ParameterInfo]) -> tuple[tuple[int, int], ...]:
+        """Return the elements of [start, stop) that this rank counts in the norm, as runs, neighbours joined."""
+        found: list[tuple[int, int]] = []
+        for each in self.slices:
+            for first, last in parameters[each.index].counted:
+                low, high = max(start, each.start + first), min(stop, each.start + last)
+                if low >= high:
+                    continue
+                if found and found[-1][1] == low:
+                    found[-1] = (found[-1][0], high)
+                else:
+                    found.append((low, high))
         return tuple(found)
 
 
