@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -173,8 +172,10 @@ def test_peers_of_the_other_axes_do_the_same_work(layout: str, peer: str) -> Non
     assert main(["--layout", layout, "--peers", peer, *SMALL_RUN]) == 0
 
 
-@pytest.mark.skipif(os.environ.get("ENGINE_TRANSPORT", "shm") != "shm", reason="about memory that ranks share")
-def test_one_copy_of_the_parameters_is_timed_beside_the_engine_itself(capfd: pytest.CaptureFixture[str]) -> None:
+def test_one_copy_of_the_parameters_is_timed_beside_the_engine_itself(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ENGINE_TRANSPORT", "shm")  # about memory that ranks share
     assert main(["--layout", "data=2", "--peers", "engine_shared", *SMALL_RUN]) == 0
     assert "engine_shared" in capfd.readouterr().out
 

@@ -13,7 +13,7 @@ import torch
 from engine.errors import CommunicationError
 from tests.test_comm_hosts import open_on
 from tests.values import outcome
-from tests.world import World
+from tests.world import World, wait_until
 
 SOON = 1.0  # seconds; measured are milliseconds
 
@@ -65,11 +65,19 @@ def fail_on_one_host(rank: int, size: int, store: str, hosts: str, late: bool) -
     """The ranks of the first host differ; those of the second come before or after that. The first keep their meshes
     open: the others may not hear of it by their end.
     """
-    there = [Path(f"{store}.heard-{r}") for r, host in enumerate(hosts) if host != hosts[0]]
     with open_on(rank, size, store, hosts, "shm") as mesh:
         mesh.data.barrier()
         first = hosts[rank] == hosts[0]
-        time.sleep(0.2 if first != late else 0.0)
+        others = [r for r, host in enumerate(hosts) if (host == hosts[0]) != first]
+
+        def they(did: str) -> bool:
+            return all(Path(f"{store}.{did}-{r}").exists() for r in others)
+
+        if late and not first:
+            wait_until(lambda: they("heard"))
+        if first and not late:
+            wait_until(lambda: they("came"))
+        Path(f"{store}.came-{rank}").touch()
         started = time.monotonic()
         try:
             mesh.data.all_reduce(torch.ones(5 if rank == 1 else 4))
@@ -78,9 +86,8 @@ def fail_on_one_host(rank: int, size: int, store: str, hosts: str, late: bool) -
             text = str(error)
         seconds = time.monotonic() - started
         Path(f"{store}.heard-{rank}").touch()
-        limit = time.monotonic() + 2 * SOON
-        while first and not all(each.exists() for each in there) and time.monotonic() < limit:
-            time.sleep(0.01)
+        if first:
+            wait_until(lambda: they("heard"))
         return text, seconds
 
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 import engine
 from engine import Layout
-from tests.world import World, refusals
+from engine.comm import arguments
+from engine.comm.arguments import Stretches, overlap
+from tests.world import World, refusals, wait_until
 
 
 def held(rank: int, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -98,17 +102,19 @@ def test_parts_reach_their_ranks(world: World, size: int, dtype: torch.dtype) ->
         assert torch.equal(got["scattered_later"], held(rank, 2, 5, dtype=dtype))
 
 
-def overwrite_after_waiting(mesh: engine.Mesh, count: int, allocated: bool) -> list[bool]:
+def overwrite_after_waiting(mesh: engine.Mesh, count: int, allocated: bool, flags: str) -> list[bool]:
     """Send, wait, overwrite, over and over from the same tensor, while the other rank asks for it late."""
     comm, other = mesh.data, 1 - mesh.data.rank
     x = comm.allocate((count,)) if allocated else torch.empty(count)
     got = [torch.empty(count) for _ in range(4)]
     for turn, into in enumerate(got):
         x.copy_(held(comm.rank + 2 * turn, count))
+        started = Path(flags, f"turn-{turn}")
         if comm.rank == turn % 2:
-            time.sleep(0.02)
+            wait_until(started.exists)
         work = comm.exchange([(x, other)], async_op=True)
         receive = comm.exchange(recvs=[(into, other)], async_op=True)
+        started.touch()
         work.wait()
         x.fill_(-1.0)
         receive.wait()
@@ -119,9 +125,10 @@ def overwrite_after_waiting(mesh: engine.Mesh, count: int, allocated: bool) -> l
 @pytest.mark.parametrize("allocated", [False, True], ids=["private", "allocated"])
 @pytest.mark.parametrize("count", [5, 1000, 700_001], ids=["20 B", "4 kB", "2.8 MB"])
 def test_what_was_sent_may_be_overwritten_once_its_wait_is_over(
-    world: World, count: int, allocated: bool, transport: str
+    world: World, tmp_path: Path, count: int, allocated: bool, transport: str
 ) -> None:
-    assert world.run(Layout(data=2), overwrite_after_waiting, count, allocated, transport=transport) == [[True] * 4] * 2
+    got = world.run(Layout(data=2), overwrite_after_waiting, count, allocated, str(tmp_path), transport=transport)
+    assert got == [[True] * 4] * 2
 
 
 def refused(mesh: engine.Mesh) -> list[str]:
@@ -195,3 +202,41 @@ def test_a_group_of_one_moves_to_itself() -> None:
     assert torch.equal(into, x)
     assert comm.gather(x, 0, out=[x]) == [x]
     assert torch.equal(comm.scatter([x], torch.zeros(2, 2, dtype=x.dtype), 0), x)
+
+
+# ---- what overlaps ---------------------------------------------------------------------------------------------------
+
+MEMORY = torch.zeros(40)
+PIECES = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 4), st.integers(1, 3)), max_size=8)
+
+
+def views(pieces: list[tuple[int, int, int]]) -> list[Tensor]:
+    """Pieces of one memory: the first element, how many, and the step between them."""
+    return [MEMORY.as_strided((count,), (step,), start) for start, count, step in pieces]
+
+
+@settings(max_examples=300, deadline=None)
+@given(PIECES, PIECES)
+def test_sorted_stretches_overlap_where_pairs_do(
+    held: list[tuple[int, int, int]], asked: list[tuple[int, int, int]]
+) -> None:
+    xs = views(held)
+    stretches = Stretches(xs)
+    clash = any(overlap(a, b) for i, a in enumerate(xs) for b in xs[:i])
+    assert stretches.clash() == clash
+    if not clash:
+        assert [stretches.overlap(x) for x in views(asked)] == [any(overlap(x, b) for b in xs) for x in views(asked)]
+
+
+def test_two_thousand_messages_are_compared_in_as_many_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A quadratic rule takes two million comparisons of pairs."""
+    seen: list[int] = []
+    look = arguments.stretch
+    monkeypatch.setattr(arguments, "stretch", lambda x: seen.append(1) or look(x))
+    comm = engine.plan_mesh(Layout(data=2), 0).data
+    memory = torch.zeros(4000, 2)
+    with pytest.raises(engine.EngineError, match="plan"):  # it would send now, and has no processes
+        comm.exchange([(x, 1) for x in memory[::2]], [(x, 1) for x in memory[1::2]])
+    assert 4000 <= len(seen) <= 8000
+    with pytest.raises(engine.EngineError, match="two received tensors share memory"):
+        comm.exchange([], [(x, 1) for x in (*memory, memory[1234])])

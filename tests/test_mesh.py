@@ -133,8 +133,22 @@ def open_where_one_is_at_fault(rank: int, size: int, store: str, at_fault: int, 
         ({"device": "gpu"}, "device='gpu'"),
         ({"timeout": 0.0}, "timeout=0.0, init_timeout=60.0: both are seconds above 0"),
         ({"init_timeout": -1.0}, "timeout=20.0, init_timeout=-1.0: both are seconds above 0"),
+        ({"init_timeout": "300"}, "timeout=20.0, init_timeout='300': both are seconds above 0"),
+        ({"timeout": "300"}, "timeout='300', init_timeout=60.0: both are seconds above 0"),
+        ({"timeout": float("inf")}, "timeout=inf, init_timeout=60.0: both are seconds above 0 and below 1e+09"),
     ],
-    ids=["damaged", "unreadable", "algorithm", "transport", "device", "timeout", "init_timeout"],
+    ids=[
+        "damaged",
+        "unreadable",
+        "algorithm",
+        "transport",
+        "device",
+        "timeout",
+        "init_timeout",
+        "text",
+        "text too",
+        "endless",
+    ],
 )
 def test_what_one_rank_cannot_start_with_ends_all_at_once(
     world: World, tmp_path: Path, at_fault: int, options: dict[str, Any], text: str
@@ -152,12 +166,12 @@ def test_what_one_rank_cannot_start_with_ends_all_at_once(
 
 FAULTY_SCRIPT = """
 import os, sys, time, engine
-from engine.comm import mesh
-at_fault, select = os.environ["RANK"] == sys.argv[1], mesh.select_device
+from engine.comm import start
+at_fault, select = os.environ["RANK"] == sys.argv[1], start.select_device
 if at_fault:
     os.environ["ENGINE_COMM_TUNING"] = "nowhere.json"
 else:
-    mesh.select_device = lambda *arguments: time.sleep(1) or select(*arguments)
+    start.select_device = lambda *arguments: time.sleep(1) or select(*arguments)
 try:
     engine.init(engine.Layout(data=2), device="cpu", init_timeout=60)
 except engine.EngineError as error:

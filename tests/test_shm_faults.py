@@ -18,7 +18,7 @@ import engine
 from engine import Layout
 from engine.comm.shm import collectives, segments
 from engine.errors import CommunicationError, EngineError
-from tests.world import World, WorldError
+from tests.world import World, WorldError, wait_until
 
 Mesh = engine.Mesh
 LARGE = 400_000  # of float32: in several pieces
@@ -53,12 +53,14 @@ def wait_for_the_dead(rank: int, size: int, store: str, case: str) -> None:
     with open_mesh(rank, size, store) as mesh:
         mesh.data.all_reduce(torch.ones(3))
         death = Path(f"{store}.death")
+        waiting = [Path(f"{store}.waiting-{r}") for r in range(size) if r != 1]
         if rank == 1:
-            time.sleep(0.2)
+            wait_until(lambda: all(each.exists() for each in waiting))
             death.with_suffix(".part").write_text(str(time.monotonic()))
             death.with_suffix(".part").rename(death)
             os.kill(os.getpid(), signal.SIGKILL)
         call = calls_of(mesh)[case]
+        Path(f"{store}.waiting-{rank}").touch()
         try:
             call()
         except CommunicationError as error:

@@ -77,6 +77,14 @@ def refusals(calls: Sequence[Callable[[], Any]]) -> list[str]:
     return texts
 
 
+def wait_until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+    """Return once `condition()` holds: of what another process does, that this one cannot be told of otherwise."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not so within {seconds:g} s"
+        time.sleep(0.001)
+
+
 class World:
     """Up to as many ranks as a test asks for. One at a time runs a test; not for use from several threads."""
 

@@ -5,7 +5,8 @@ Every function takes `label`, which says who is calling what, and raises UsageEr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import NoReturn
 
@@ -159,13 +160,35 @@ def overlap(a: Tensor, b: Tensor) -> bool:
     """Whether the stretches of memory in which two tensors lie have bytes in common."""
     if a.numel() == 0 or b.numel() == 0:
         return False
-    first, second = a.data_ptr(), b.data_ptr()
-    return first < second + _extent(b) and second < first + _extent(a)
+    (start, stop), (first, last) = stretch(a), stretch(b)
+    return start < last and first < stop
 
 
-def _extent(x: Tensor) -> int:
-    """Return the bytes from the first to the last element."""
-    return (sum((n - 1) * t for n, t in zip(x.shape, x.stride(), strict=True)) + 1) * x.element_size()
+def stretch(x: Tensor) -> tuple[int, int]:
+    """Return the addresses of the first byte of a tensor that is not empty, and of the one behind its last."""
+    start = x.data_ptr()
+    elements = sum((n - 1) * t for n, t in zip(x.shape, x.stride(), strict=True)) + 1
+    return start, start + elements * x.element_size()
+
+
+class Stretches:
+    """The stretches of memory in which some tensors lie, in order, to be compared in n log n steps."""
+
+    def __init__(self, xs: Iterable[Tensor]) -> None:
+        found = sorted(stretch(x) for x in xs if x.numel())
+        self._starts, self._stops = [start for start, _ in found], [stop for _, stop in found]
+
+    def clash(self) -> bool:
+        """Whether two of them overlap: then two neighbours do."""
+        return any(stop > start for stop, start in zip(self._stops, self._starts[1:], strict=False))
+
+    def overlap(self, x: Tensor) -> bool:
+        """Whether `x` overlaps one of them, of which no two overlap each other."""
+        if x.numel() == 0:
+            return False
+        start, stop = stretch(x)
+        before = bisect_left(self._starts, stop)  # those that start before x ends; the last of them ends last
+        return before > 0 and self._stops[before - 1] > start
 
 
 def same_memory(a: Tensor, b: Tensor) -> bool:

@@ -27,7 +27,6 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from engine import device as devices
 from engine.comm.algorithms.run import host_tag
 from engine.comm.channel import Instruments
-from engine.comm.choice import Choice
 from engine.comm.communicator import Communicator
 from engine.comm.groups import ORDER, check_existing_group, hosts_of, make_groups, open_world, share
 from engine.comm.hosts import HostsTransport
@@ -35,7 +34,7 @@ from engine.comm.ledger import Ledger
 from engine.comm.monitor import Monitor, reachable_interface
 from engine.comm.rendezvous import agree, find_ranks, this_host
 from engine.comm.shm import Listener, SharedMemoryTransport, hosts_with_memory, open_groups, own_address
-from engine.comm.start import check_arguments, choose, choose_transport, select_device
+from engine.comm.start import Start, is_seconds, judge
 from engine.comm.transport import BackendError, TorchTransport, Transport
 from engine.errors import CommunicationError, UsageError
 from engine.layout import AXES, Coordinate, Layout
@@ -188,51 +187,53 @@ def init(
     CommunicationError when not all ranks joined in time. All on every rank: what one of them alone cannot start with is
     its own error there, and on the others a UsageError that quotes it.
     """
-    patience = init_timeout if init_timeout > 0 else 30.0  # to tell the others that it is wrong
+    patience = init_timeout if is_seconds(init_timeout) else 30.0  # to tell the others that it is wrong
     rank, world_size, store = find_ranks(layout, store, rank, world_size, patience)
     checks = os.environ.get("ENGINE_CHECKS", "0") not in ("", "0") if checks is None else checks
-    choice, where, fault = Choice(), torch.device("cpu"), None
-    try:
-        check_arguments(timeout, init_timeout, host, store, staging_mib)
-        choice = choose(algorithm, tuning)
-        where = select_device(device, rank, world_size)
-        transport = choose_transport(transport, where)
-    except Exception as error:
-        fault = error
+    own = judge(timeout, init_timeout, host, store, staging_mib, algorithm, tuning, device, transport, rank, world_size)
+    started = {"device": device, "timeout": timeout, "init_timeout": init_timeout, "seed": seed, "checks": checks}
+    started["staging_mib"] = staging_mib
+    store = _compare(layout, rank, world_size, store, started, own, patience)
+    layout = layout.resolve(world_size)
+    devices.activate(own.device)
+    instruments = Instruments(checks=checks, choice=own.choice)
     if world_size == 1:
-        if fault is not None:
-            raise fault
-        layout = layout.resolve(1)
-        devices.activate(where)
-        instruments = Instruments(checks=checks, choice=choice)
-        return _mesh(layout, rank, where, seed, {}, {}, None, instruments=instruments)
+        return _mesh(layout, rank, own.device, seed, {}, {}, None, instruments=instruments)
+    name = this_host() if host is None else host
+    shared = (timeout, staging_mib << 20) if own.transport == "shm" else None
+    return _open(layout, rank, own.device, seed, timedelta(seconds=timeout), name, instruments, store, shared)
+
+
+def _compare(
+    layout: Layout,
+    rank: int,
+    world_size: int,
+    store: Store | None,
+    started: dict[str, object],
+    own: Start,
+    patience: float,
+) -> Store | None:
+    """Let all ranks hear what any of them cannot start with, and refuse different arguments. Returns this mesh's part
+    of the store.
+    """
+    if world_size == 1:
+        if own.fault is not None:
+            raise own.fault
+        return store
     # Compared before the sizes are judged: ranks that were given different layouts should hear that.
     started = {
         "layout": str(layout),
-        "device": device,
-        "timeout": timeout,
-        "init_timeout": init_timeout,
-        "seed": seed,
+        **started,
         "torch": torch.__version__,
-        "checks": checks,
-        "algorithms": repr(choice),
-        "transport": transport,
-        "staging_mib": staging_mib,
+        "algorithms": repr(own.choice),
+        "transport": own.transport,
     }
-    if store is not None:
-        store = PrefixStore(f"engine/{store.add(f'engine/open/{rank}', 1)}", store)
-        agree(store, rank, world_size, started, patience, fault)
-    else:
-        check_existing_group(rank, world_size, where, started, fault)
-    layout = layout.resolve(world_size)
-    devices.activate(where)
-    limit = timedelta(seconds=timeout)
-    if store is not None:
-        open_world(store, rank, world_size, where, limit)
-    name = this_host() if host is None else host
-    shared = (timeout, staging_mib << 20) if transport == "shm" else None
-    instruments = Instruments(checks=checks, choice=choice)
-    return _open(layout, rank, where, seed, limit, name, instruments, store is not None, shared)
+    if store is None:
+        check_existing_group(rank, world_size, own.device, started, own.fault)
+        return None
+    store = PrefixStore(f"engine/{store.add(f'engine/open/{rank}', 1)}", store)
+    agree(store, rank, world_size, started, patience, own.fault)
+    return store
 
 
 def _open(
@@ -243,12 +244,15 @@ def _open(
     limit: timedelta,
     host: str,
     instruments: Instruments,
-    own_world: bool,
+    store: Store | None,
     shared: tuple[float, int] | None,
 ) -> Mesh:
-    """Make the groups, the monitor and the mesh over torch's default group, and warm the groups up. shared: for shared
-    memory its time limit and the bytes that each group may take.
+    """Make the groups, the monitor and the mesh over torch's default group, and warm the groups up. store: over
+    which that group is made, None where there is one; shared: for shared memory its time limit and the bytes that each
+    group may take.
     """
+    if store is not None:
+        open_world(store, rank, layout.world_size, device, limit)
     made: list[dist.ProcessGroup] = []
     monitor: Monitor | None = None
     inside: dict[str, Transport] = {}
@@ -256,7 +260,7 @@ def _open(
     def close_groups() -> None:
         while made:
             dist.destroy_process_group(made.pop())
-        if own_world:
+        if store is not None:
             dist.destroy_process_group()
 
     try:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Literal, overload
 
 from torch import Tensor
 
-from engine.comm.arguments import check_peer, mark_changed, overlap, plain, same_memory, write
+from engine.comm.arguments import Stretches, check_peer, mark_changed, overlap, plain, same_memory, write
 from engine.comm.call import Call
 from engine.comm.channel import Channel
 from engine.comm.checks import CheckedExchange
@@ -143,12 +142,12 @@ class Messages(Channel):
         """
         call = self._messages(sends, recvs)
         into = [(x, plain(x), peer) for x, peer in recvs]
-        filled = [buffer for _, buffer, _ in into]
-        if any(overlap(a, b) for i, a in enumerate(filled) for b in filled[:i]):
+        filled = Stretches(buffer for _, buffer, _ in into)
+        if filled.clash():
             raise UsageError(f"{call}: two received tensors share memory: give each its own")
         # A message must not change before it has left: one that lies where another arrives travels as a copy.
         wire = [(plain(x), peer) for x, peer in sends if x.numel()]
-        wire = [(x.clone() if any(overlap(x, buffer) for buffer in filled) else x, peer) for x, peer in wire]
+        wire = [(x.clone() if filled.overlap(x) else x, peer) for x, peer in wire]
         arriving = [(buffer, peer) for _, buffer, peer in into if buffer.numel()]
         for x, _ in recvs:
             mark_changed(x)
@@ -220,7 +219,7 @@ class Messages(Channel):
                     f"{call}: the tensor for rank {peer} in out shares memory with the input, and is not this rank's "
                     f"own part: give it its own"
                 )
-        if any(overlap(a, b) for a, b in pairwise(sorted(buffers, key=Tensor.data_ptr))):
+        if Stretches(buffers).clash():
             raise UsageError(f"{call}: two tensors of out share memory: give each its own")
         for part in out:
             mark_changed(part)

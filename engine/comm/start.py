@@ -6,6 +6,7 @@ Its error is not raised on the spot: `engine.init` lets the other ranks hear it 
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -18,14 +19,57 @@ from engine.comm.shm import missing
 from engine.errors import UsageError, did_you_mean
 
 TRANSPORTS = ("torch", "shm")
+_TOO_LONG = 1e9  # seconds: torch cannot count many more, nor infinitely many
+
+
+@dataclass(frozen=True)
+class Start:
+    """What one rank found out by itself."""
+
+    choice: Choice
+    device: torch.device
+    transport: str | None
+    fault: Exception | None = None
+    """Why it cannot start; the rest is what was known by then."""
+
+
+def judge(
+    timeout: float,
+    init_timeout: float,
+    host: str | None,
+    store: Store | None,
+    staging_mib: int,
+    algorithm: str | None,
+    tuning: str | os.PathLike[str] | None,
+    device: str,
+    transport: str | None,
+    rank: int,
+    world_size: int,
+) -> Start:
+    """Judge the arguments of `engine.init`, which it describes. Raises nothing: what is wrong is the result's fault."""
+    choice, where = Choice(), torch.device("cpu")
+    try:
+        check_arguments(timeout, init_timeout, host, store, staging_mib)
+        choice = choose(algorithm, tuning)
+        where = select_device(device, rank, world_size)
+        return Start(choice, where, choose_transport(transport, where))
+    except Exception as error:
+        return Start(choice, where, transport, error)
+
+
+def is_seconds(value: object) -> bool:
+    """Whether `value` is a number of seconds that can be waited for."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < _TOO_LONG
 
 
 def check_arguments(
     timeout: float, init_timeout: float, host: str | None, store: Store | None, staging_mib: int
 ) -> None:
     """Raise UsageError for arguments of `engine.init` that cannot work."""
-    if not all(isinstance(seconds, int | float) and seconds > 0 for seconds in (timeout, init_timeout)):
-        raise UsageError(f"timeout={timeout!r}, init_timeout={init_timeout!r}: both are seconds above 0")
+    if not is_seconds(timeout) or not is_seconds(init_timeout):
+        raise UsageError(
+            f"timeout={timeout!r}, init_timeout={init_timeout!r}: both are seconds above 0 and below {_TOO_LONG:g}"
+        )
     if host is not None and not 0 < len(host.encode()) <= ADDRESS_BYTES:
         raise UsageError(f"host={host!r}: a name of 1 to {ADDRESS_BYTES} bytes")
     if store is not None and dist.is_initialized():

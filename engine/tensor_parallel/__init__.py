@@ -3,5 +3,12 @@
 from engine.tensor_parallel.embedding import VocabParallelEmbedding
 from engine.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from engine.tensor_parallel.loss import vocab_parallel_cross_entropy
+from engine.tensor_parallel.norm import SyncBatchNorm
 
-__all__ = ["ColumnParallelLinear", "RowParallelLinear", "VocabParallelEmbedding", "vocab_parallel_cross_entropy"]
+__all__ = [
+    "ColumnParallelLinear",
+    "RowParallelLinear",
+    "SyncBatchNorm",
+    "VocabParallelEmbedding",
+    "vocab_parallel_cross_entropy",
+]

@@ -11,69 +11,35 @@ while nobody waits.
 from __future__ import annotations
 
 import contextlib
-import os
 import select
 import socket
-import struct
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from engine.comm.arguments import flat, outside_autograd
-from engine.comm.shm import words
+from engine.comm.arguments import flat
+from engine.comm.shm.incoming import Incoming
 from engine.comm.shm.links import Sockets
-from engine.comm.shm.memory import map_segment, reserve, shortage
+from engine.comm.shm.outgoing import LEAST, Outgoing
+from engine.comm.shm.packets import ABORT, PIECE, SLOTS, Message
 from engine.comm.shm.segments import Segments
 from engine.comm.sockets import close_in_children
 from engine.comm.transport import BackendError
 from engine.errors import MemoryShortageError
 
-# "D", tag, dtype, elements, segment, offset, bytes of a slot, the slot of the first piece
-_ANNOUNCE = struct.Struct("<ciBqqqqq")
-_PIECE = struct.Struct("<cq")  # "C", slot: a piece is there; "A", slot: it has been read; "R", 0: all has been read
-_ABORT = b"!"
-_SLOTS = 4
 _SLOT = 1 << 18  # bytes of a slot, where the bound on staging allows it
-_LEAST = 1 << 12
-_DIRECT = 1 << 16  # bytes from which on a message in shared memory is read where it is
-
-
-@dataclass(eq=False)
-class Message:
-    """One message on its way out or in."""
-
-    x: Tensor
-    """A vector over contiguous memory."""
-    tag: int
-    peer: int
-    out: bool = False
-    done: int = 0
-    """Bytes that have been put out or taken in."""
-    ended: bool = False
-    announced: bool = False
 
 
 @dataclass(eq=False)
 class _Peer:
-    """The two mailboxes between this rank and another."""
+    """Both ways between this rank and another."""
 
     socket: socket.socket
-    outgoing: deque[Message] = field(default_factory=deque)
-    posted: dict[int, deque[Message]] = field(default_factory=dict)
-    early: dict[int, deque[Message]] = field(default_factory=dict)
-    arriving: Message | None = None
-    slot: int = 0  # bytes of a slot of the box into which this rank puts
-    box: Tensor | None = None
-    free: list[int] = field(default_factory=list)
-    their_slot: int = 0
-    their_box: Tensor | None = None
-    deaf: bool = False
-    """Whether it hears no more; what it said before may still be there to read."""
+    out: Outgoing
+    into: Incoming
     gone: bool = False
     """Whether it has ended, and all it said has been read."""
 
@@ -94,15 +60,18 @@ class Mail:
         """names: the ranks' global numbers, for errors; limit: seconds that a wait may take; staging: bytes that the
         mailboxes of all ranks together may take; failed: told why, when the messages of this rank have failed.
         """
-        self._peers = {j: _Peer(peer) for j, peer in sorted(sockets.items())}
-        self._by_socket = {peer.socket.fileno(): j for j, peer in self._peers.items()}
+        most = staging // (SLOTS * len(names) * (len(names) - 1))
+        slot = max(LEAST, min(_SLOT, most) // LEAST * LEAST)
+        self._peers: dict[int, _Peer] = {}
+        for j, peer in sorted(sockets.items()):
+            out = Outgoing(peer, names[rank], names[j], segments, slot, self._fail)
+            self._peers[j] = _Peer(peer, out, Incoming(j, names[j], segments, out.say, self._fail))
+        self._by_socket = {peer.fileno(): j for j, peer in sockets.items()}
         for peer in sockets.values():
             peer.setblocking(False)
         close_in_children(sockets.values())
-        self._names, self._limit, self._segments = names, limit, segments
+        self._names, self._limit = names, limit
         self._own, self._failed = names[rank], failed
-        most = staging // (_SLOTS * len(names) * (len(names) - 1))
-        self._slot = max(_LEAST, min(_SLOT, most) // _LEAST * _LEAST)
         self._error = ""
         self._lock = threading.RLock()
         self._moved = threading.Condition(self._lock)
@@ -114,7 +83,7 @@ class Mail:
     @property
     def box_bytes(self) -> int:
         """Bytes of the mailboxes into which this rank puts."""
-        return sum(_SLOTS * peer.slot for peer in self._peers.values())
+        return sum(peer.out.box_bytes for peer in self._peers.values())
 
     def start(
         self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], tag: int, *, later: bool
@@ -131,11 +100,11 @@ class Mail:
                 self._thread.start()
             try:
                 for message in into:
-                    self._post(message)
+                    self._peers[message.peer].into.post(message)
                 for message in out:
-                    self._peers[message.peer].outgoing.append(message)
+                    self._peers[message.peer].out.add(message)
                 for j in dict.fromkeys(message.peer for message in out):
-                    self._put(j)
+                    self._peers[j].out.put()
             except Exception as error:  # what was started stays behind, so there can be no more
                 self._failed(f"rank {self._own} could not start its messages: {error}")
                 raise
@@ -161,7 +130,7 @@ class Mail:
         self._error = self._error or reason
         for peer in self._peers.values():
             with contextlib.suppress(OSError):
-                peer.socket.send(_ABORT + reason.encode()[:4000])
+                peer.socket.send(ABORT + reason.encode()[:4000])
 
     def close(self) -> None:
         self._closing = True
@@ -173,7 +142,8 @@ class Mail:
                 end.close()
         for peer in self._peers.values():
             peer.socket.close()
-            peer.box = peer.their_box = None
+            peer.out.close()
+            peer.into.close()
 
     # ---- moving ----------------------------------------------------------------------------------------------------
 
@@ -235,171 +205,19 @@ class Mail:
             if flags & socket.MSG_CTRUNC:
                 raise self._fail(f"rank {self._own} cannot take a mailbox: it has too many open files (`ulimit -n`)")
             if not packet:
-                peer.gone = peer.deaf = True
+                peer.gone = peer.out.deaf = True
             elif packet[:1] == b"D":
-                self._announced(j, packet, fds)
+                peer.into.announced(packet, fds)
             elif packet[:1] == b"C":
-                self._take(j, _PIECE.unpack(packet)[1])
+                peer.into.take(PIECE.unpack(packet)[1])
             elif packet[:1] == b"A":
-                peer.free.append(_PIECE.unpack(packet)[1])
-                self._put(j)
+                peer.out.given_back(PIECE.unpack(packet)[1])
             elif packet[:1] == b"R":
-                peer.outgoing.popleft().ended = True
-                self._put(j)
+                peer.out.read_through()
             else:
                 self._error = self._error or packet[1:].decode(errors="replace")
 
-    # ---- out -------------------------------------------------------------------------------------------------------
-
-    def _put(self, j: int) -> None:
-        """Put out to a peer what its mailbox has room for."""
-        peer = self._peers[j]
-        while peer.outgoing and not peer.deaf:
-            message = peer.outgoing[0]
-            nbytes = message.x.numel() * message.x.element_size()
-            if not message.announced and not self._announce(j, message, nbytes):
-                return
-            if message.done < 0:
-                return  # read where it is; the peer will say when
-            while message.done < nbytes and peer.free:
-                self._send(j, _PIECE.pack(b"C", self._put_piece(peer, message, nbytes)))
-            if message.done < nbytes:
-                return
-            peer.outgoing.popleft().ended = True
-
-    def _put_piece(self, peer: _Peer, message: Message, nbytes: int) -> int:
-        """Copy the next piece of a message into a free slot, and return which."""
-        assert peer.box is not None
-        slot = peer.free.pop(0)
-        start, count = slot * peer.slot, min(peer.slot, nbytes - message.done)
-        with outside_autograd(message.x):
-            peer.box[start : start + count].copy_(message.x.view(torch.uint8)[message.done : message.done + count])
-        message.done += count
-        return slot
-
-    def _announce(self, j: int, message: Message, nbytes: int) -> bool:
-        """Say what comes, with its first piece if there is room, and hand the mailbox over where it is new."""
-        peer = self._peers[j]
-        number, offset = self._segments.find(message.x) if nbytes >= _DIRECT else (-1, 0)
-        fds = []
-        if number < 0 and peer.box is None:
-            fds = [self._make_box(j)]
-        first = self._put_piece(peer, message, nbytes) if number < 0 and peer.free else -1
-        kind, count = words.number_of(message.x.dtype), message.x.numel()
-        packet = _ANNOUNCE.pack(b"D", message.tag, kind, count, number, offset, peer.slot, first)
-        try:
-            if fds:
-                try:
-                    socket.send_fds(peer.socket, [packet], fds)
-                finally:
-                    os.close(fds[0])
-            else:
-                peer.socket.send(packet)
-        except OSError:
-            peer.deaf = True
-            return False
-        message.announced = True
-        if number >= 0:
-            message.done = -1
-        return True
-
-    def _make_box(self, j: int) -> int:
-        """Reserve the mailbox towards a peer, smaller where memory is short, and return its descriptor."""
-        peer, slot, what = self._peers[j], self._slot, f"a mailbox for rank {self._names[j]}"
-        while slot > _LEAST and shortage(_SLOTS * slot, what):
-            slot //= 2
-        total = _SLOTS * slot
-        try:
-            if lack := shortage(total, what):
-                raise MemoryShortageError(lack)
-            fd = reserve(total, what)
-        except MemoryShortageError as error:
-            self._fail(f"rank {self._own} cannot send: {error}")
-            raise
-        peer.box, peer.slot, peer.free = map_segment(fd, total), slot, list(range(_SLOTS))
-        return fd
-
-    def _send(self, j: int, packet: bytes) -> None:
-        try:
-            self._peers[j].socket.send(packet)
-        except OSError:
-            self._peers[j].deaf = True
-
-    # ---- in --------------------------------------------------------------------------------------------------------
-
-    def _post(self, message: Message) -> None:
-        """Ask for a message; one that has come early is taken at once, whole or as far as it is there."""
-        j = message.peer
-        peer = self._peers[j]
-        early = peer.early.get(message.tag)
-        if not early:
-            peer.posted.setdefault(message.tag, deque()).append(message)
-            return
-        came = early.popleft()
-        self._match(j, message, came.x.dtype, came.x.numel())
-        if came.ended:
-            with outside_autograd(message.x):
-                message.x.copy_(came.x)
-            message.ended = True
-            return
-        with outside_autograd(message.x):
-            message.x.view(torch.uint8)[: came.done].copy_(came.x.view(torch.uint8)[: came.done])
-        message.done = came.done
-        peer.arriving = message
-
-    def _announced(self, j: int, packet: bytes, fds: list[int]) -> None:
-        peer = self._peers[j]
-        _, tag, dtype, count, number, offset, slot, first = _ANNOUNCE.unpack(packet)
-        kind = words.dtype_of(dtype)
-        for fd in fds:
-            peer.their_slot, peer.their_box = slot, map_segment(fd, _SLOTS * slot)
-            os.close(fd)
-        posted = peer.posted.get(tag)
-        if posted:
-            message = posted.popleft()
-            self._match(j, message, kind, count)
-        else:
-            with torch.inference_mode(False):
-                message = Message(torch.empty(count, dtype=kind, device="cpu"), tag, j)
-            peer.early.setdefault(tag, deque()).append(message)
-        if number < 0:
-            peer.arriving = message
-            if first >= 0:
-                self._take(j, first)
-            return
-        with outside_autograd(message.x):
-            nbytes = count * message.x.element_size()
-            message.x.view(torch.uint8).copy_(self._segments.of(j, number, offset, nbytes))
-        message.ended = True
-        self._send(j, _PIECE.pack(b"R", 0))
-
-    def _take(self, j: int, slot: int) -> None:
-        """Take a piece out of a slot."""
-        peer = self._peers[j]
-        message, box = peer.arriving, peer.their_box
-        assert message is not None
-        assert box is not None
-        total = message.x.numel() * message.x.element_size()
-        count = min(peer.their_slot, total - message.done)
-        with outside_autograd(message.x):
-            message.x.view(torch.uint8)[message.done : message.done + count].copy_(
-                box[slot * peer.their_slot : slot * peer.their_slot + count]
-            )
-        message.done += count
-        self._send(j, _PIECE.pack(b"A", slot))
-        if message.done == total:
-            message.ended = True
-            peer.arriving = None
-
     # ---- failing ---------------------------------------------------------------------------------------------------
-
-    def _match(self, j: int, message: Message, dtype: torch.dtype, count: int) -> None:
-        if message.x.dtype is dtype and message.x.numel() == count:
-            return
-        raise self._fail(
-            f"rank {self._names[j]} sent {count} {str(dtype).removeprefix('torch.')}, but the receive is of "
-            f"{message.x.numel()} {str(message.x.dtype).removeprefix('torch.')}: both sides name the same tensor"
-        )
 
     def _fail(self, reason: str) -> BackendError:
         self._failed(reason)
@@ -412,7 +230,7 @@ class Mail:
             raise BackendError(self._error)
         for message in messages:
             peer = self._peers[message.peer]
-            if not message.ended and (peer.gone or (message.out and peer.deaf)):
+            if not message.ended and (peer.gone or (message.out and peer.out.deaf)):
                 name = self._names[message.peer]
                 raise BackendError(f"rank {name} is gone: its process has ended, or has closed the mesh")
 

@@ -50,16 +50,8 @@ class Segments:
         Raises MemoryShortageError on every rank when one of them cannot have it; nothing is taken then.
         """
         links = self._links
-        self._tell_freed(nbytes)
-        lack = shortage(nbytes * links.size, f"{what} on axis {self._name!r} ({links.size} ranks)")
-        self._agree(lack)
-        fd, lack = -1, ""
+        fd = self._reserve(nbytes, what)
         try:
-            fd = reserve(nbytes, f"{what} on axis {self._name!r}")
-        except MemoryShortageError as error:
-            lack = str(error)
-        try:
-            self._agree(lack)
             found = links.hand_over(fd)
             parts, lack = _map([fd if j == links.rank else found[j] for j in range(links.size)], nbytes, what)
             close_all(found.values())
@@ -92,16 +84,8 @@ class Segments:
         Raises MemoryShortageError on every rank when rank 0 cannot have it; nothing is taken then.
         """
         links = self._links
-        self._tell_freed(nbytes, shared=True)
-        fd, lack = -1, shortage(nbytes, f"{what} on axis {self._name!r}")
-        self._agree(lack)
-        if links.rank == 0:
-            try:
-                fd = reserve(nbytes, f"{what} on axis {self._name!r}")
-            except MemoryShortageError as error:
-                lack = str(error)
+        fd = self._reserve(nbytes, what, shared=True)
         try:
-            self._agree(lack)
             found = links.hand_over(fd, root=0)
             fd = found.get(0, fd)
             memory, lack = _map([fd], nbytes, what)
@@ -192,6 +176,27 @@ class Segments:
         for number in [number for number, ranks in self._gone.items() if ranks == self._links.size]:
             del self._gone[number]
             self._mapped.pop(number, None)
+
+    def _reserve(self, nbytes: int, what: str, *, shared: bool = False) -> int:
+        """Reserve `nbytes` on every rank or, shared, on rank 0, once all have heard that everybody can. Returns the
+        descriptor, or -1 on a rank that reserves nothing.
+        """
+        links, where = self._links, f"{what} on axis {self._name!r}"
+        self._tell_freed(nbytes, shared=shared)
+        total = (nbytes, where) if shared else (nbytes * links.size, f"{where} ({links.size} ranks)")
+        self._agree(shortage(*total))
+        fd, lack = -1, ""
+        if links.rank == 0 or not shared:
+            try:
+                fd = reserve(nbytes, where)
+            except MemoryShortageError as error:
+                lack = str(error)
+        try:
+            self._agree(lack)
+        except BaseException:
+            close_all([fd])
+            raise
+        return fd
 
     def _agree(self, lack: str) -> None:
         for j, word in enumerate(self._links.meet(b"m" + lack.encode()[:2000])):

@@ -10,7 +10,8 @@ from torch import Tensor
 from engine.comm.order import InOrder
 from engine.comm.shm.collectives import Collectives
 from engine.comm.shm.links import Links, Sockets
-from engine.comm.shm.mail import Mail, Message
+from engine.comm.shm.mail import Mail
+from engine.comm.shm.packets import Message
 from engine.comm.shm.segments import Segments
 from engine.comm.transport import Works
 
