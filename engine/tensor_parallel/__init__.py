@@ -2,6 +2,14 @@
 
 from engine.tensor_parallel.embedding import VocabParallelEmbedding
 from engine.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
+from engine.tensor_parallel.lora import LoRALinear, lora
 from engine.tensor_parallel.loss import vocab_parallel_cross_entropy
 
-__all__ = ["ColumnParallelLinear", "RowParallelLinear", "VocabParallelEmbedding", "vocab_parallel_cross_entropy"]
+__all__ = [
+    "ColumnParallelLinear",
+    "LoRALinear",
+    "RowParallelLinear",
+    "VocabParallelEmbedding",
+    "lora",
+    "vocab_parallel_cross_entropy",
+]
