@@ -2,13 +2,16 @@
 
 from engine.tensor_parallel.embedding import VocabParallelEmbedding
 from engine.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
+from engine.tensor_parallel.lora import LoRALinear, lora
 from engine.tensor_parallel.loss import vocab_parallel_cross_entropy
 from engine.tensor_parallel.norm import SyncBatchNorm
 
 __all__ = [
     "ColumnParallelLinear",
+    "LoRALinear",
     "RowParallelLinear",
     "SyncBatchNorm",
     "VocabParallelEmbedding",
+    "lora",
     "vocab_parallel_cross_entropy",
 ]
