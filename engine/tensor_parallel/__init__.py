@@ -1,6 +1,7 @@
-"""Layers and a loss whose matrices are shared by the ranks of the tensor axis."""
+"""Layers and losses whose matrices are shared by the ranks of the tensor axis."""
 
 from engine.tensor_parallel.embedding import VocabParallelEmbedding
+from engine.tensor_parallel.head import vocab_parallel_linear_cross_entropy
 from engine.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from engine.tensor_parallel.lora import LoRALinear, lora
 from engine.tensor_parallel.loss import vocab_parallel_cross_entropy
@@ -14,4 +15,5 @@ __all__ = [
     "VocabParallelEmbedding",
     "lora",
     "vocab_parallel_cross_entropy",
+    "vocab_parallel_linear_cross_entropy",
 ]
