@@ -26,9 +26,7 @@ class Block(nn.Module):
         super().__init__()
         self.heads = heads
         self.norm1 = nn.LayerNorm(hidden)
-        self.query = nn.Linear(hidden, hidden, bias=False)
-        self.key = nn.Linear(hidden, hidden, bias=False)
-        self.value = nn.Linear(hidden, hidden, bias=False)
+        self.qkv = nn.Linear(hidden, 3 * hidden, bias=False)
         self.out = nn.Linear(hidden, hidden)
         self.norm2 = nn.LayerNorm(hidden)
         self.up = nn.Linear(hidden, 4 * hidden)
@@ -36,8 +34,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         b, s, h = x.shape
-        y = self.norm1(x)
-        q, k, v = (f(y).view(b, s, self.heads, -1).transpose(1, 2) for f in (self.query, self.key, self.value))
+        q, k, v = (y.view(b, s, self.heads, -1).transpose(1, 2) for y in self.qkv(self.norm1(x)).chunk(3, -1))
         scores = (q @ k.transpose(-2, -1)) / (h // self.heads) ** 0.5
         scores = scores.masked_fill(torch.ones(s, s, dtype=torch.bool).triu(1), float("-inf"))
         x = x + self.out((scores.softmax(-1) @ v).transpose(1, 2).reshape(b, s, h))

@@ -40,8 +40,8 @@ def by_hand(stage: int, transport: str) -> dict[tuple[str, str], tuple[int, int,
     rows = ROWS // MICROBATCHES
     activation = rows * GPT.sequence * hidden * 4  # fp32, one microbatch
     tokens = rows * GPT.sequence * 4
-    # A block: out and down summed forward; the inputs of query, key, value and up summed backward.
-    sums = [activation] * 6
+    # A block: out and down summed forward; the inputs of qkv and up summed backward.
+    sums = [activation] * 4
     # The embedding's output; or the head's input gradient, and of every token the largest logit, then two sums.
     sums += [activation] if stage == 0 else [activation, tokens, 2 * tokens]
     block = 4 * hidden * hidden // tensor + hidden + 2 * 4 * hidden * hidden // tensor + 4 * hidden // tensor + hidden

@@ -287,7 +287,7 @@ def fails(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["--layout.tensor=0"], ["tensor=0", "at least 1"]),
         (["--model.heads=4", "--layout.tensor=3"], ["model.heads=4", "tensor(3)", "multiple of 3"]),
         (["--model.heads=3"], ["hidden=128", "heads=3"]),
-        (["--model.heads=3", "--model.hidden=96", "--layout.tensor=3"], ["vocabulary=256", "tensor(3)", "use 258"]),
+        (["--model.sequence=65", "--model.sequence_parallel=true"], ["sequence=65", "tensor(2)", "use 66"]),
         (["--model.vocabulary=100"], ["vocabulary=100", "256"]),
         (["--name=a/b"], ["name='a/b'"]),
         ([], ["needs 8 processes", "torchrun --standalone --nproc-per-node 8 -m examples.gpt.train"]),

@@ -28,7 +28,7 @@ SEED = 20261130
 TOLERANCE = 1e-10
 STEPS = 3
 ADAMW = {"lr": 1e-2, "weight_decay": 0.1}
-SIZES = {"layers": 4, "hidden": 16, "heads": 4, "sequence": 6, "vocabulary": 32}
+SIZES = {"layers": 4, "hidden": 16, "heads": 4, "sequence": 8, "vocabulary": 30}  # 4 tensor ranks fill up to 32
 
 
 INACTIVE = 1e6  # a clipping norm that no gradient here reaches
@@ -44,13 +44,15 @@ class Case:
     rows: int = 1  # of each microbatch
     bucket_mib: float = 25
     share: bool = False  # one copy of the parameters for all data ranks
+    sequence_parallel: bool = False
 
     def __str__(self) -> str:
         size = f"d{self.layout.data}p{self.layout.pipeline}t{self.layout.tensor}"
         bucket = "" if self.bucket_mib == 25 else f"-b{self.bucket_mib}"
         clip = {None: "free", INACTIVE: "loose"}.get(self.clip, "clip")
         switches = f"{clip}-{'tied' if self.tied else 'own'}"
-        return f"{size}-z{self.stage}-m{self.microbatches}-{switches}{bucket}{'-shared' if self.share else ''}"
+        more = ("-shared" if self.share else "") + ("-sequence" if self.sequence_parallel else "")
+        return f"{size}-z{self.stage}-m{self.microbatches}-{switches}{bucket}{more}"
 
 
 def all_layouts() -> list[Layout]:
@@ -62,7 +64,8 @@ def covering_cases() -> list[Case]:
     """A sample in which every pair of values of any two factors stands together in at least one case (greedy, from
     SEED).
     """
-    factors: list[list[Any]] = [all_layouts(), [0, 1, 2], [1, 3, 8], [None, 0.05, INACTIVE], [False, True]]
+    switch = [False, True]
+    factors: list[list[Any]] = [all_layouts(), [0, 1, 2], [1, 3, 8], [None, 0.05, INACTIVE], switch, switch]
     draw = random.Random(SEED)
     everything = list(itertools.product(*factors))
     draw.shuffle(everything)
@@ -77,7 +80,10 @@ def covering_cases() -> list[Case]:
         best = max(everything, key=lambda values: len(new(values)))
         wanted -= new(best)
         chosen.append(best)
-    return [Case(*values, rows=1 + n % 2, bucket_mib=(25, 0.003)[n % 3 == 0]) for n, values in enumerate(chosen)]
+    return [
+        Case(*values, rows=1 + n % 2, bucket_mib=(25, 0.003)[n % 3 == 0], sequence_parallel=sequence)
+        for n, (*values, sequence) in enumerate(chosen)
+    ]
 
 
 def sharing_cases() -> list[Case]:
@@ -107,7 +113,7 @@ def batches_of(case: Case) -> list[tuple[Tensor, Tensor]]:
 
 def train_parallel(mesh: engine.Mesh, case: Case, adamw: dict[str, Any]) -> dict[str, Any]:
     """What every rank does; returns the same values on each."""
-    config = GPTConfig(**SIZES, tied=case.tied)
+    config = GPTConfig(**SIZES, tied=case.tied, sequence_parallel=case.sequence_parallel)
     model = engine.PipelineModel(gpt_layers(config, mesh.tensor, torch.float64), mesh)
     result: dict[str, Any] = {"start": engine.full_state_dict(model, mesh), "losses": [], "norms": [], "gradients": []}
     optimizer = engine.zero.ZeroOptimizer(
@@ -119,9 +125,8 @@ def train_parallel(mesh: engine.Mesh, case: Case, adamw: dict[str, Any]) -> dict
         share_parameters=case.share,
         **adamw,
     )
-    step = engine.TrainStep(
-        model, optimizer, next_token_loss(mesh.tensor), mesh, microbatches=case.microbatches, clip_grad_norm=case.clip
-    )
+    loss = next_token_loss(mesh.tensor, SIZES["vocabulary"])
+    step = engine.TrainStep(model, optimizer, loss, mesh, microbatches=case.microbatches, clip_grad_norm=case.clip)
     finish = optimizer.finish_gradients
 
     def finish_and_look(*args: Any) -> Tensor:

@@ -38,22 +38,23 @@ class Block(nn.Module):
         hidden = model.hidden
         self.head_size = hidden // model.heads
         self.norm1 = nn.LayerNorm(hidden)
-        self.query = nn.Linear(hidden, hidden, bias=False)
-        self.key = nn.Linear(hidden, hidden, bias=False)
-        self.value = nn.Linear(hidden, hidden, bias=False)
+        self.qkv = nn.Linear(hidden, 3 * hidden, bias=False)
         self.out = nn.Linear(hidden, hidden)
         self.norm2 = nn.LayerNorm(hidden)
         self.up = nn.Linear(hidden, 4 * hidden)
         self.down = nn.Linear(4 * hidden, hidden)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.norm1(x)
         query, key, value = (
-            f(y).view(*y.shape[:-1], -1, self.head_size).transpose(1, 2) for f in (self.query, self.key, self.value)
+            y.view(*y.shape[:-1], -1, self.head_size).transpose(1, 2) for y in self.projected(self.norm1(x))
         )
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).flatten(2))
         return cast(Tensor, x + self.down(F.gelu(self.up(self.norm2(x)))))
+
+    def projected(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Return queries, keys and values."""
+        return cast(Tensor, self.qkv(x)).chunk(3, -1)
 
 
 class Head(nn.Module):

@@ -10,7 +10,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from benchmarks.peers import Step
 from benchmarks.peers.gpt import Block, adamw, gpt, mean_loss
-from benchmarks.peers.tensor_parallel import cut_block
+from benchmarks.peers.tensor_parallel import cut_blocks
 from benchmarks.work import Work
 
 
@@ -36,10 +36,9 @@ def torch_3d(work: Work, device: torch.device) -> Step:
     mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("pipeline", "data", "tensor"))
     stage, data = mesh["pipeline"].get_local_rank(), mesh["data"].get_local_rank()
     module = stage_module(work, stage).to(device)
-    blocks = [block for block in module if isinstance(block, Block)]
     if layout.tensor > 1:
-        for block in blocks:
-            cut_block(block, mesh["tensor"])
+        cut_blocks(module, mesh["tensor"])
+    blocks = [block for block in module if isinstance(block, Block)]
     if layout.data > 1:
         for each in (*blocks, module):
             fully_shard(each, mesh=mesh["data"], reshard_after_forward=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
@@ -15,19 +15,39 @@ from benchmarks.peers.gpt import Block, adamw, gpt
 from benchmarks.work import Work
 
 
-def cut_block(block: Block, mesh: DeviceMesh) -> None:
-    """Cut a block's linear layers over `mesh`."""
+class ApartBlock(Block):
+    """The same block with a projection each for queries, keys and values: DTensor has no shard of all three."""
+
+    def __init__(self, block: Block) -> None:
+        """Takes the weights of `block` over."""
+        nn.Module.__init__(self)
+        self.head_size = block.head_size
+        for name, module in block.named_children():
+            if name != "qkv":
+                self.add_module(name, module)
+        for name, weight in zip(("query", "key", "value"), block.qkv.weight.detach().chunk(3), strict=True):
+            linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device=weight.device)
+            linear.weight.data.copy_(weight)
+            self.add_module(name, linear)
+
+    def projected(self, x: Tensor) -> tuple[Tensor, ...]:
+        return tuple(getattr(self, name)(x) for name in ("query", "key", "value"))
+
+
+def cut_blocks(model: nn.Sequential, mesh: DeviceMesh) -> None:
+    """Cut the linear layers of every block of `model` over `mesh`."""
     columns = dict.fromkeys(("query", "key", "value", "up"), ColwiseParallel())
-    parallelize_module(block, mesh, {**columns, **dict.fromkeys(("out", "down"), RowwiseParallel())})
+    for number, block in enumerate(model):
+        if isinstance(block, Block):
+            model[number] = apart = ApartBlock(block)
+            parallelize_module(apart, mesh, {**columns, **dict.fromkeys(("out", "down"), RowwiseParallel())})
 
 
 def dtensor(work: Work, device: torch.device) -> Step:
     """parallelize_module over all ranks. Sharded and whole parameters need an optimizer each."""
     mesh = init_device_mesh(device.type, (work.layout.tensor,))
     model = gpt(work.model, work.seed).to(device)
-    for block in list(model)[1:-1]:
-        assert isinstance(block, Block)
-        cut_block(block, mesh)
+    cut_blocks(model, mesh)
     logits = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
     parallelize_module(model, mesh, {"0.token": RowwiseParallel(input_layouts=Replicate())})
     parallelize_module(model[-1], mesh, {"project": logits})

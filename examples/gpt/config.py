@@ -135,10 +135,11 @@ class TrainConfig:
             vocabulary >= BYTES,
             f"model.vocabulary={vocabulary}: tokens are bytes, so {BYTES} ids are needed: use at least {BYTES}",
         )
+        sequence = self.model.sequence
         require(
-            vocabulary % tensor == 0,
-            f"model.vocabulary={vocabulary} does not divide over tensor({tensor}): "
-            f"use {-(-vocabulary // tensor) * tensor}; ids above {BYTES - 1} are never used",
+            sequence % tensor == 0 or not self.model.sequence_parallel,
+            f"model.sequence={sequence} does not divide over tensor({tensor}), as sequence_parallel needs: "
+            f"use {-(-sequence // tensor) * tensor}",
         )
 
 

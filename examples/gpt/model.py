@@ -11,18 +11,22 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import engine
+from engine.placement import Part, replicated
 from engine.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
     VocabParallelEmbedding,
     vocab_parallel_cross_entropy,
 )
+
+Module = TypeVar("Module", bound=nn.Module)
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,9 @@ class GPTConfig:
     """Token ids; 256 for bytes."""
     tied: bool = True
     """Whether the output projection is the token embedding's matrix."""
+    sequence_parallel: bool = False
+    """Whether each tensor rank keeps a part of the positions between the projections; the axis must divide
+    `sequence`."""
 
     def __post_init__(self) -> None:
         if min(self.layers, self.hidden, self.heads, self.sequence, self.vocabulary) < 1:
@@ -56,22 +63,45 @@ def normal(std: float) -> Callable[[Tensor], Tensor]:
     return partial(nn.init.normal_, std=std)
 
 
+def sequence_dim(config: GPTConfig, tensor: engine.Communicator) -> int | None:
+    """Return the dim of activations (B, S, H) that is cut over the tensor axis between the projections, if any."""
+    return 1 if config.sequence_parallel and tensor.size > 1 else None
+
+
+def own_part(module: Module, config: GPTConfig) -> Module:
+    """Return the module, declared as used by each tensor rank on its own positions where these are cut."""
+    if config.sequence_parallel:
+        replicated(module, gradient="sum")
+    return module
+
+
 class Embedding(nn.Module):
     """Token ids (B, S) to hidden states (B, S, H), with learned positions."""
 
     def __init__(self, config: GPTConfig, tensor: engine.Communicator, dtype: torch.dtype | None = None) -> None:
         super().__init__()
-        self.token = VocabParallelEmbedding(config.vocabulary, config.hidden, tensor, init=normal(0.02), dtype=dtype)
-        self.position = nn.Embedding(config.sequence, config.hidden, dtype=dtype)
+        dim = sequence_dim(config, tensor)
+        self.token = VocabParallelEmbedding(
+            config.vocabulary, config.hidden, tensor, init=normal(0.02), dtype=dtype, sequence_dim=dim
+        )
+        self.position = own_part(nn.Embedding(config.sequence, config.hidden, dtype=dtype), config)
         nn.init.normal_(self.position.weight, std=0.02)
+        self.tensor = tensor if dim is not None else None
 
     def forward(self, ids: Tensor) -> Tensor:
-        hidden: Tensor = self.token(ids) + self.position.weight[: ids.shape[1]]
+        positions = self.position.weight[: ids.shape[1]]
+        if self.tensor is not None:
+            positions = positions.chunk(self.tensor.size)[self.tensor.rank]
+        hidden: Tensor = self.token(ids) + positions
         return hidden
 
 
 class Block(nn.Module):
-    """Causal self-attention and an MLP, each on a normalised copy of the residual stream (B, S, H)."""
+    """Causal self-attention and an MLP, each on a normalised copy of the residual stream (B, S, H).
+
+    Queries, keys and values are one projection of three parts, so that a rank has its heads of each, and the gradient
+    of their common input is summed once.
+    """
 
     def __init__(self, config: GPTConfig, tensor: engine.Communicator, dtype: torch.dtype | None = None) -> None:
         super().__init__()
@@ -82,20 +112,18 @@ class Block(nn.Module):
         hidden = config.hidden
         self.head_size = hidden // config.heads
         branch = normal(0.02 / math.sqrt(2 * config.layers))
-        column = partial(ColumnParallelLinear, comm=tensor, init=normal(0.02), dtype=dtype)
-        row = partial(RowParallelLinear, comm=tensor, init=branch, dtype=dtype)
-        self.norm1 = nn.LayerNorm(hidden, dtype=dtype)
-        self.query = column(hidden, hidden, bias=False)
-        self.key = column(hidden, hidden, bias=False)
-        self.value = column(hidden, hidden, bias=False)
+        dim = sequence_dim(config, tensor)
+        column = partial(ColumnParallelLinear, comm=tensor, init=normal(0.02), dtype=dtype, sequence_dim=dim)
+        row = partial(RowParallelLinear, comm=tensor, init=branch, dtype=dtype, sequence_dim=dim)
+        self.norm1 = own_part(nn.LayerNorm(hidden, dtype=dtype), config)
+        self.qkv = column(hidden, 3 * hidden, bias=False, parts=(hidden, hidden, hidden))
         self.out = row(hidden, hidden)
-        self.norm2 = nn.LayerNorm(hidden, dtype=dtype)
+        self.norm2 = own_part(nn.LayerNorm(hidden, dtype=dtype), config)
         self.up = column(hidden, 4 * hidden)
         self.down = row(4 * hidden, hidden)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.norm1(x)
-        query, key, value = self._heads(self.query(y)), self._heads(self.key(y)), self._heads(self.value(y))
+        query, key, value = map(self._heads, self.qkv(self.norm1(x)).chunk(3, -1))
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)  # (B, heads / T, S, head size)
         x = x + self.out(mixed.transpose(1, 2).flatten(2))
         mlp: Tensor = self.down(F.gelu(self.up(self.norm2(x))))
@@ -111,9 +139,16 @@ class Head(nn.Module):
 
     def __init__(self, config: GPTConfig, tensor: engine.Communicator, dtype: torch.dtype | None = None) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(config.hidden, dtype=dtype)
+        self.norm = own_part(nn.LayerNorm(config.hidden, dtype=dtype), config)
         self.project = ColumnParallelLinear(
-            config.hidden, config.vocabulary, tensor, bias=False, init=normal(0.02), dtype=dtype
+            config.hidden,
+            config.vocabulary,
+            tensor,
+            bias=False,
+            init=normal(0.02),
+            dtype=dtype,
+            parts=[Part(config.vocabulary, padded=True)],
+            sequence_dim=sequence_dim(config, tensor),
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -133,12 +168,15 @@ def gpt_layers(
     ]
 
 
-def next_token_loss(tensor: engine.Communicator) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
+def next_token_loss(
+    tensor: engine.Communicator, vocabulary: int | None = None
+) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """Return the loss for TrainStep: the sum of cross-entropies in nats, and the number of counted tokens (-100 is
-    not).
+    not). vocabulary: where it does not divide over the tensor axis.
     """
 
     def loss(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        return vocab_parallel_cross_entropy(logits, targets, tensor).sum(), (targets != -100).sum()
+        losses = vocab_parallel_cross_entropy(logits, targets, tensor, vocabulary=vocabulary)
+        return losses.sum(), (targets != -100).sum()
 
     return loss

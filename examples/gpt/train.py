@@ -82,7 +82,7 @@ def build_step(config: TrainConfig, mesh: engine.Mesh) -> engine.TrainStep:
     return engine.TrainStep(
         model,
         optimizer,
-        next_token_loss(mesh.tensor),
+        next_token_loss(mesh.tensor, config.model.vocabulary),
         mesh,
         microbatches=config.microbatches,
         clip_grad_norm=config.optimizer.clip_grad_norm,
