@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-ROUNDS = 10
+_ROUNDS = 10
 WORD = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
@@ -28,9 +28,14 @@ def philox(key: int, counter: Sequence[Tensor]) -> Words:
     lower half is the first key word. The result has the counter's shape, dtype and range.
     """
     a, b, c, d = (word.clone(memory_format=torch.contiguous_format) for word in counter)
+    return _mix(key, a, b, c, d)
+
+
+def _mix(key: int, a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> Words:
+    """Return `philox` of these words, in their memory."""
     high = torch.empty_like(a)
     first, second = key & WORD, key >> 32 & WORD
-    for _ in range(ROUNDS):
+    for _ in range(_ROUNDS):
         # A product of two words may pass 2**63: its 64 bits are right all the same, and so are the upper 32 of them
         # once the sign that the shift brings in is masked off. b and d may carry such bits above their word.
         a.mul_(_MULTIPLIERS[0])
@@ -45,9 +50,9 @@ def philox(key: int, counter: Sequence[Tensor]) -> Words:
 
 
 def words(key: int, step: int, indices: Tensor) -> Words:
-    """Return `philox` of the counters (64-bit index, 64-bit step), for int64 indices of any shape."""
+    """Return `philox` of the counters (64-bit index, 64-bit step), for int64 indices of any shape, at least 0."""
     low, high = torch.full_like(indices, step & WORD), torch.full_like(indices, step >> 32 & WORD)
-    return philox(key, (indices & WORD, indices >> 32 & WORD, low, high))
+    return _mix(key, indices & WORD, indices >> 32, low, high)
 
 
 def block_at_least(

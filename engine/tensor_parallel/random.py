@@ -181,7 +181,7 @@ class Dropout(nn.Module):
         if self.full_name is None:
             raise UsageError("this Dropout has no name yet: name_dropouts(model) gives it, as TrainStep does")
         keep: Tensor = self.streams.keep(x, self.p, self.full_name, self.split_dim, self.row_dim)
-        return x * keep * (0.0 if self.p == 1 else 1 / (1 - self.p))
+        return (x * keep).mul_(0.0 if self.p == 1 else 1 / (1 - self.p))
 
     def extra_repr(self) -> str:
         split = "" if self.split_dim is None else f", split_dim={self.split_dim}"
