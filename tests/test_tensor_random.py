@@ -1,7 +1,6 @@
-"""Random numbers that do not depend on the layout: Philox, dropout masks and initial weights.
+"""Dropout masks that do not depend on the layout: alone, and in whole training runs beside plain PyTorch.
 
-The masks of the training runs are compared with those of `words_of`, Philox in Python's own integers, one number at a
-time: nothing of `engine.philox` is in the reference.
+The masks of the reference are those of `tests.plain_philox`.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import engine
-from engine import LayerSpec, Layout, philox
+from engine import LayerSpec, Layout
 from engine.comm.autograd import (
     all_gather_reduce_scatter,
     all_gather_split,
@@ -28,151 +27,20 @@ from engine.comm.autograd import (
     reduce_scatter_all_gather,
     split_all_gather,
 )
-from engine.device import stream_seed
 from engine.errors import DtypeError, EngineError, UsageError
 from engine.pipeline.schedule import Compute
 from engine.placement import replicated
 from engine.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from engine.tensor_parallel.random import Dropout, Streams, name_dropouts
+from tests.plain_philox import mask_of
 from tests.world import World, WorldError, refusals
 
 DOUBLE = torch.float64
-CPU = torch.device("cpu")
 SEED = 7
-
-
-# ---- Philox ----------------------------------------------------------------------------------------------------------
-
-# Random123's kat_vectors, lines "philox4x32 10": counter, key, result.
-KNOWN = [
-    ("00000000 00000000 00000000 00000000", "00000000 00000000", "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
-    ("ffffffff ffffffff ffffffff ffffffff", "ffffffff ffffffff", "408f276d 41c83b0e a20bc7c6 6d5451fd"),
-    ("243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0", "d16cfe09 94fdcceb 5001e420 24126ea1"),
-]
-
-
-def hexadecimal(text: str) -> list[int]:
-    return [int(word, 16) for word in text.split()]
-
-
-def words_of(key: int, index: int, step: int) -> tuple[int, int, int, int]:
-    """Philox4x32-10 as the paper has it, in Python's integers."""
-    word = 2**32 - 1
-    a, b, c, d = index & word, index >> 32, step & word, step >> 32
-    k, m = key & word, key >> 32
-    for _ in range(10):
-        left, right = 0xD2511F53 * a, 0xCD9E8D57 * c
-        a, b, c, d = (right >> 32) ^ b ^ k, right & word, (left >> 32) ^ d ^ m, left & word
-        k, m = (k + 0x9E3779B9) & word, (m + 0xBB67AE85) & word
-    return a, b, c, d
-
-
-def mask_of(name: str, step: int, shape: tuple[int, ...], p: float, seed: int = SEED) -> Tensor:
-    """The elements of a whole activation that dropout `name` keeps: four words of a counter for four in a line."""
-    key, line = stream_seed("dropout", seed, name), -(-shape[-1] // 4)
-    lines = [
-        [words_of(key, number * line + i // 4, step)[i % 4] >= p * 2**32 for i in range(shape[-1])]
-        for number in range(math.prod(shape[:-1]))
-    ]
-    return torch.tensor(lines).view(shape)
-
-
-@pytest.mark.parametrize("form", [lambda x: x, lambda x: x.expand(2, 3, 5), lambda x: x.expand(7, 4).t()])
-def test_philox_gives_the_published_answers(form: Any) -> None:
-    for counter, key, result in KNOWN:
-        low, high = hexadecimal(key)
-        given = [form(torch.tensor([word])) for word in hexadecimal(counter)]
-        found = philox.philox(low + (high << 32), given)
-        assert [set(word.flatten().tolist()) for word in found] == [{word} for word in hexadecimal(result)]
-        assert all(word.shape == given[0].shape and word.dtype == torch.int64 for word in found)
-        assert [word.flatten()[0].item() for word in given] == hexadecimal(counter), "the counter is not changed"
-
-
-def test_philox_equals_pythons_integers_for_any_key_index_and_step() -> None:
-    draw = torch.Generator().manual_seed(1)
-    for _ in range(20):
-        key, step = (int(torch.randint(2**62, (), generator=draw)) * 2 + i for i in range(2))
-        indices = torch.randint(2**62, (3, 7), generator=draw)
-        found = torch.stack(philox.words(key, step, indices), -1)
-        assert [tuple(four) for four in found.flatten(0, 1).tolist()] == [
-            words_of(key, index, step) for index in indices.flatten().tolist()
-        ]
-
-
-def test_the_numbers_of_a_block_are_those_of_the_whole_array() -> None:
-    whole = (6, 5, 11)
-    limit = 2**31
-    full = philox.block_at_least(limit, 99, 3, whole, (0, 0, 0), whole, CPU)
-    assert 0.4 < full.double().mean() < 0.6
-    spans = [(0, 1), (2, 3), (4, 2)], [(0, 5), (3, 1), (1, 2)], [(0, 11), (3, 6), (9, 2), (10, 1), (4, 4), (2, 0)]
-    for block in itertools.product(*spans):
-        first, shape = [start for start, _ in block], [size for _, size in block]
-        found = philox.block_at_least(limit, 99, 3, shape, first, whole, CPU)
-        assert torch.equal(found, full[tuple(slice(start, start + size) for start, size in block)]), block
-
-
-def test_a_block_of_many_counters_is_cut_without_a_seam() -> None:
-    shape = (3, 100_000)  # 75 000 counters: more than are computed at once
-    found = philox.block_at_least(2**31, 5, 0, shape, (0, 0), shape, CPU)
-    for line, i in ((0, 0), (0, 99_999), (1, 31_073), (1, 31_072), (2, 65_536), (2, 99_999)):
-        assert found[line, i] == (words_of(5, line * 25_000 + i // 4, 0)[i % 4] >= 2**31)
-
-
-def test_uniform_and_normal_numbers_have_their_distribution() -> None:
-    uniform, normal = (draw(11, 100_001, CPU) for draw in (philox.uniform, philox.normal))
-    assert uniform.dtype == normal.dtype == DOUBLE
-    assert uniform.shape == normal.shape == (100_001,)
-    assert 0 <= uniform.min() < 1e-4
-    assert 1 - 1e-4 < uniform.max() < 1
-    assert abs(uniform.mean() - 0.5) < 0.004
-    assert abs(uniform.var() - 1 / 12) < 0.001
-    assert abs(normal.mean()) < 0.015
-    assert abs(normal.var() - 1) < 0.02
-    assert abs((normal**3).mean()) < 0.05
-    assert abs((normal**4).mean() - 3) < 0.15
-    assert abs((normal[:-1] * normal[1:]).mean()) < 0.015, "neighbours are independent"
-    assert torch.equal(philox.normal(11, 500, CPU), normal[:500]), "an element depends on its place alone"
-    assert len(philox.uniform(11, 0, CPU)) == len(philox.normal(11, 0, CPU)) == 0
-
-
-# ---- initial weights -------------------------------------------------------------------------------------------------
 
 
 def plan(tensor: int = 1, rank: int = 0) -> engine.Communicator:
     return engine.plan_mesh(Layout(tensor=tensor), rank).tensor
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, DOUBLE, torch.bfloat16])
-def test_initial_weights_are_a_function_of_seed_name_and_index(dtype: torch.dtype) -> None:
-    whole = torch.empty(8, 6, dtype=dtype)
-    before = torch.get_rng_state()
-    Streams(plan(), seed=SEED).normal("0.up.weight", std=0.5, mean=2.0)(whole)
-    words = [words_of(stream_seed("weight", SEED, "0.up.weight"), i, 0) for i in range(24)]
-    pairs = [((a >> 5 << 26 | b >> 6) / 2**53, (c >> 5 << 26 | d >> 6) / 2**53) for a, b, c, d in words]
-    wanted = [
-        2 + 0.5 * math.sqrt(-2 * math.log(1 - u)) * turn(2 * math.pi * v)
-        for u, v in pairs
-        for turn in (math.cos, math.sin)
-    ]
-    assert torch.allclose(whole, torch.tensor(wanted, dtype=DOUBLE).view(8, 6).to(dtype), rtol=1e-12, atol=1e-12)
-    for mode, rank in itertools.product(("plain", "reproducible"), range(4)):
-        init = Streams(plan(4, rank), seed=SEED, mode=mode).normal("0.up.weight", std=0.5, mean=2.0)
-        column = ColumnParallelLinear(6, 8, plan(4, rank), bias=False, init=init, dtype=dtype)
-        row = RowParallelLinear(8, 6, plan(4, rank), bias=False, init=init, dtype=dtype)
-        assert torch.equal(column.weight, whole.chunk(4, 0)[rank])
-        assert torch.equal(row.weight, whole.view(6, 8).chunk(4, 1)[rank])
-    low = Streams(plan(), seed=SEED).uniform("0.up.weight", -1.0, 3.0)(torch.empty(8, 6, dtype=DOUBLE))
-    assert torch.equal(low.flatten(), torch.tensor([4 * u - 1 for pair in pairs for u in pair], dtype=DOUBLE))
-    assert torch.equal(torch.get_rng_state(), before)
-    others = [Streams(plan(), seed=s).normal(n)(torch.empty(8, 6, dtype=dtype)) for s, n in ((SEED, "b"), (8, "b"))]
-    assert not torch.equal(*others)
-
-
-def test_an_initialiser_works_where_layers_are_counted() -> None:
-    init = Streams(plan(), seed=SEED).normal("w", std=0.02)
-    with torch.device("meta"):
-        assert ColumnParallelLinear(6, 8, plan(), init=init).weight.is_meta
-    assert init(torch.empty(0, 3)).shape == (0, 3)
 
 
 # ---- one dropout -----------------------------------------------------------------------------------------------------
@@ -201,7 +69,7 @@ def test_a_dropout_scales_what_it_keeps(mode: str, dtype: torch.dtype) -> None:
     y.sum().backward()
     assert torch.allclose(x.grad, kept.to(dtype) / 0.7)
     if mode == "reproducible":
-        assert torch.equal(kept, mask_of("3.drop", 2, (8, 50, 10), 0.3))
+        assert torch.equal(kept, mask_of("3.drop", 2, (8, 50, 10), 0.3, SEED))
 
 
 @pytest.mark.parametrize("mode", ["plain", "reproducible"])
@@ -243,7 +111,7 @@ def test_names_steps_rows_and_seeds_have_masks_of_their_own(mode: str) -> None:
 
 def test_a_reproducible_mask_does_not_depend_on_how_the_activation_is_cut_or_laid_out() -> None:
     shape, p, step = (6, 8, 10), 0.4, 5
-    whole = mask_of("3.drop", step, shape, p)
+    whole = mask_of("3.drop", step, shape, p, SEED)
 
     def kept(x: Tensor, rows: range, comm: Any = None, **options: Any) -> Tensor:
         layer = dropout(p, comm=comm, **options)
@@ -264,7 +132,7 @@ def test_a_reproducible_mask_does_not_depend_on_how_the_activation_is_cut_or_lai
         kept(ones.transpose(0, 1).chunk(4)[rank], range(6), plan(4, rank), split_dim=0, row_dim=1) for rank in range(4)
     ]
     assert torch.equal(torch.cat(seconds), whole.transpose(0, 1)), "the layout (sequence, rows, hidden)"
-    assert torch.equal(kept(torch.ones(5), range(3, 8)), mask_of("3.drop", step, (8, 1), p)[3:].flatten())
+    assert torch.equal(kept(torch.ones(5), range(3, 8)), mask_of("3.drop", step, (8, 1), p, SEED)[3:].flatten())
 
 
 def draw_masks(mesh: engine.Mesh, mode: str) -> list[Tensor]:
@@ -497,7 +365,7 @@ def train_plainly(start: dict[str, Tensor], masks: dict[Any, Tensor]) -> dict[st
 
     def mask(name: str, shape: tuple[int, ...]) -> Tensor:
         if (name, step) not in masks:
-            masks[name, step] = mask_of(name, step, shape, P, seed=0)
+            masks[name, step] = mask_of(name, step, shape, P, 0)
         return masks[name, step]
 
     model = nn.Sequential(PlainFirst(), PlainBlock(1, mask), PlainBlock(2, mask)).double()
