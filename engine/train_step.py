@@ -8,7 +8,7 @@ rows weigh more.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -22,8 +22,9 @@ from engine.comm.mesh import Mesh
 from engine.device import exact_dtype, random_stream, stream_seed
 from engine.errors import LayoutError, UsageError
 from engine.pipeline import PipelineModel
-from engine.pipeline.executor import Executor, Microbatch
-from engine.pipeline.schedule import Schedule, forward_only, program, schedule_named
+from engine.pipeline.executor import Around, Executor, Microbatch
+from engine.pipeline.schedule import Compute, Schedule, forward_only, program, schedule_named
+from engine.tensor_parallel.random import name_dropouts
 from engine.zero import ZeroOptimizer
 
 Loss = Callable[[Any, Any], tuple[Tensor, Any]]
@@ -51,7 +52,11 @@ class Evaluation:
 
 
 class TrainStep:
-    """Training steps, evaluations and predictions of one model. Every rank of the mesh must make the same calls."""
+    """Training steps, evaluations and predictions of one model. Every rank of the mesh must make the same calls.
+
+    `steps`: how many training steps are done. All random numbers of a step are a function of the seed and this number:
+    set it, on every rank, to take up an earlier run where it was.
+    """
 
     def __init__(
         self,
@@ -89,7 +94,12 @@ class TrainStep:
         self.model, self.optimizer, self.loss, self.mesh = model, optimizer, loss, mesh
         self.microbatches, self.clip_grad_norm = microbatches, clip_grad_norm
         self._executor = Executor(model, mesh.pipeline, mesh.device)
-        self._steps = 0
+        self.steps = 0
+        dropouts = name_dropouts(model)
+        self._streams = list(dict.fromkeys(dropout.streams for dropout in dropouts.values()))
+        for comm in (mesh.data, mesh.tensor):
+            told = [f"{name}: {dropout}, {dropout.streams}" for name, dropout in dropouts.items()]
+            comm.check_equal("the dropouts of TrainStep's model", told)
 
     def __call__(self, inputs: Any, targets: Any) -> StepResult:
         """Train on one batch: forward and backward of every microbatch, one gradient reduction, one update.
@@ -116,8 +126,8 @@ class TrainStep:
             return total
 
         with self._random_stream("step"), torch.enable_grad():
-            self._run(self._schedule, batches, finish)
-        self._steps += 1
+            self._run(self._schedule, batches, finish, self._place_streams(_rows(inputs, targets)))
+        self.steps += 1
         loss, tokens = self._share(sums)
         divisor = torch.where(tokens == 0, torch.ones_like(tokens), tokens)
         grad_norm = self.optimizer.finish_gradients(divisor, self.clip_grad_norm)
@@ -173,9 +183,15 @@ class TrainStep:
 
     # ---- inside ----------------------------------------------------------------------------------------------------
 
-    def _run(self, schedule: Schedule, batches: Sequence[Microbatch], finish: Callable[[Any, int], Tensor]) -> None:
+    def _run(
+        self,
+        schedule: Schedule,
+        batches: Sequence[Microbatch],
+        finish: Callable[[Any, int], Tensor],
+        around: Around = lambda _: nullcontext(),
+    ) -> None:
         pipeline = self.mesh.pipeline
-        self._executor.run(program(schedule, pipeline.size, len(batches), pipeline.rank), batches, finish)
+        self._executor.run(program(schedule, pipeline.size, len(batches), pipeline.rank), batches, finish, around)
 
     def _call_loss(self, loss: Loss, output: Any, target: Any) -> tuple[Tensor, Any]:
         result = loss(output, target)
@@ -222,9 +238,33 @@ class TrainStep:
     def _random_stream(self, purpose: str) -> Iterator[None]:
         here = self.mesh.coordinate
         with random_stream(
-            stream_seed(purpose, self.mesh.seed, here.data, here.pipeline, self._steps), self.mesh.device
+            stream_seed(purpose, self.mesh.seed, here.data, here.pipeline, self.steps), self.mesh.device
         ):
             yield
+
+    def _place_streams(self, rows: int) -> Around:
+        """Return what tells the model's Streams, for each forward and backward, the step and which rows of the global
+        batch the microbatch holds: the data ranks' rows lie one after another.
+        """
+        if not self._streams:
+            return lambda _: nullcontext()
+        data, each = self.mesh.data, rows // self.microbatches
+        first = data.rank * rows
+        # A plain stream only needs rows that no other rank has: with as many microbatches each, these are none's.
+        if any(streams.mode == "reproducible" for streams in self._streams):
+            counts = data.all_gather(torch.tensor([rows], dtype=torch.int32, device=self.mesh.device))
+            first = sum(counts.tolist()[: data.rank])
+
+        @contextmanager
+        def around(action: Compute) -> Iterator[None]:
+            start = first + action.microbatch * each
+            with ExitStack() as stack:
+                for streams in self._streams:
+                    once = action.kind == "forward"  # a backward may run a part of the forward again
+                    stack.enter_context(streams.at(self.steps, range(start, start + each), once=once))
+                yield
+
+        return around
 
     def _check_rows(self, inputs: Any, targets: Any) -> None:
         """Refuse rows that differ between the tensor and pipeline ranks of one data rank. With `mesh.checks` only."""

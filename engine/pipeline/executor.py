@@ -8,6 +8,7 @@ both sides know already.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +48,7 @@ class Microbatch:
 
 
 LossTotal = Callable[[Any, int], Tensor]
+Around = Callable[[Compute], AbstractContextManager[None]]
 
 
 class Executor:
@@ -58,9 +60,15 @@ class Executor:
         self._incoming: dict[object, TensorMeta] = {}
         self._outgoing: dict[object, TensorMeta] = {}
 
-    def run(self, program: Sequence[Instruction], microbatches: Sequence[Microbatch], finish: LossTotal) -> None:
+    def run(
+        self,
+        program: Sequence[Instruction],
+        microbatches: Sequence[Microbatch],
+        finish: LossTotal,
+        around: Around = lambda _: nullcontext(),
+    ) -> None:
         """Execute `program`. `finish(output, i)`: called on the last stage with microbatch i's output; returns what
-        backward starts from.
+        backward starts from. `around(action)`: a context for each forward and backward.
 
         Every rank of the pipeline axis must run the program of its stage, over microbatches of equal shapes.
         Gradients are added to the parameters' own. Raises CommunicationError when a peer fails.
@@ -69,10 +77,12 @@ class Executor:
         for instruction in program:
             if isinstance(instruction, Exchange):
                 state.exchange(instruction)
-            elif instruction.kind == "forward":
-                state.forward(instruction)
-            else:
-                state.backward(instruction)
+                continue
+            with around(instruction):
+                if instruction.kind == "forward":
+                    state.forward(instruction)
+                else:
+                    state.backward(instruction)
 
     @property
     def is_first(self) -> bool:
