@@ -6,11 +6,14 @@ from engine.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinea
 from engine.tensor_parallel.lora import LoRALinear, lora
 from engine.tensor_parallel.loss import vocab_parallel_cross_entropy
 from engine.tensor_parallel.norm import SyncBatchNorm
+from engine.tensor_parallel.random import Dropout, Streams
 
 __all__ = [
     "ColumnParallelLinear",
+    "Dropout",
     "LoRALinear",
     "RowParallelLinear",
+    "Streams",
     "SyncBatchNorm",
     "VocabParallelEmbedding",
     "lora",
