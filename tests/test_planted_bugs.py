@@ -1,4 +1,4 @@
-"""The planted bugs can be planted: each names a line that stands once in its file. `python -m tests.planted_bugs` does."""
+"""Each planted bug names a line that stands once in its file. `python -m tests.planted_bugs` plants them."""
 
 from __future__ import annotations
 
