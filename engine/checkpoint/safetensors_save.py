@@ -6,6 +6,7 @@ leaves the old ones as they were.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -188,6 +189,8 @@ class _Writer:
     def _drop(self) -> None:
         """Take back what was written under other names."""
         if self._file is not None:
-            self._file.close()
+            with contextlib.suppress(OSError):
+                self._file.close()
         for name in (*self._names, INDEX):
-            self._partial(name).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # what is left over is written over by the next save
+                self._partial(name).unlink()

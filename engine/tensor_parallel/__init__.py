@@ -1,11 +1,11 @@
 """Layers and a loss whose matrices are shared by the ranks of the tensor axis."""
 
-from engine.tensor_parallel.plan_table import describe
 from engine.tensor_parallel.embedding import VocabParallelEmbedding
 from engine.tensor_parallel.huggingface import huggingface_plan
 from engine.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from engine.tensor_parallel.loss import vocab_parallel_cross_entropy
 from engine.tensor_parallel.plan import parallelize
+from engine.tensor_parallel.plan_table import describe
 from engine.tensor_parallel.styles import Column, Divided, Plan, Replicated, Row, Sharded, Vocab
 
 __all__ = [
