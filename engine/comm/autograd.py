@@ -102,7 +102,15 @@ class _SplitAllGather(torch.autograd.Function):
 
 
 def apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:
-    """Apply a custom function of one tensor result. torch leaves `apply` untyped."""
+    """Apply a custom function of one tensor result. torch leaves `apply` untyped. torch.compile leaves its graph here
+    and runs the function as it is, since what communicates cannot be traced.
+    """
+    if torch.compiler.is_compiling():
+        return cast(Tensor, torch.compiler.disable(_plain_apply)(function, *args))
+    return _plain_apply(function, *args)
+
+
+def _plain_apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:
     return cast(Tensor, function.apply(*args))
 
 
