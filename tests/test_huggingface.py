@@ -287,7 +287,7 @@ def test_what_has_no_plan_or_does_not_divide_is_refused() -> None:
             ("a Linear has no model_type", "engine3d[hf]"),
             ("logits='none': choose 'whole' or 'split'",),
             ("'model.layers.0.self_attn.q_proj' (plan key", "8 heads do not divide over 3 ranks"),
-            ("attention.output.dense' (plan key", "Row with 4 heads on 8 ranks", "a multiple of 8 heads"),
+            ("attention.output.dense' (plan key", "parts that divide by 8"),
             ("plan key 'lm_haed' matches none of the modules (did you mean 'lm_head'?)",),
         ],
         strict=True,

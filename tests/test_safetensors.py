@@ -22,7 +22,7 @@ from engine import Layout
 from engine.checkpoint import load_safetensors, save_safetensors
 from engine.checkpoint.safetensors_format import divide_into_files
 from engine.placement import Part
-from engine.tensor_parallel import Column, Plan, Row, huggingface_plan, parallelize
+from engine.tensor_parallel import Column, Plan, Sharded, huggingface_plan, parallelize
 from examples.gpt.model import GPTConfig, gpt_layers
 from tests.plain_gpt import plain_gpt
 from tests.test_huggingface import IDS, build
@@ -152,9 +152,13 @@ class Mixed(nn.Module):
 def mixed(mesh: Mesh, folder: str) -> dict[str, Tensor]:
     model = parallelize(Mixed(), mesh.tensor, Plan({"cut": Column(parts=(2, Part(4, heads=1), 2))}))
     save_safetensors(model, mesh, folder)
-    again = Mixed().to(torch.float16)
+    again, padded = Mixed().to(torch.float16), (Part(3, padded=True),)
     again.count.zero_()
-    parallelize(again, mesh.tensor, Plan({"cut": Row(parts=(Part(3, padded=True),))}))
+    parallelize(
+        again,
+        mesh.tensor,
+        Plan({"cut": Column(parts=(Part(8, padded=True),), gather_output=True), "a": Sharded(dim=1, parts=padded)}),
+    )
     with torch.no_grad():
         for parameter in again.parameters():
             parameter.fill_(9.0)

@@ -241,17 +241,25 @@ REFUSED: list[tuple[Plan, tuple[str, ...]]] = [
     (plan_of(pool=Sharded()), ("Sharded is for parameters, and 'pool' is a module",)),
     (plan_of(**{"blocks.*.norm.bias": Row()}), ("Row is for modules, and 'blocks.0.norm.bias' is a parameter",)),
     (plan_of(**{"blocks.*.norm.bias": Sharded(dim=1)}), ("dim=1 is outside its shape (16,)",)),
-    (plan_of(pool=Column(parts=(8, 9))), ("its parts are 8 + 9 = 17 elements, but dim 0 has 16",)),
+    (
+        plan_of(pool=Column(parts=(8, 9))),
+        ("'pool' (plan key 'pool'): ", "=16 is not the sum 17 of parts=(8, 9)"),
+    ),
     (
         plan_of(pool=Column(parts=(13, 3))),
         ("a part of 13 elements: 13 does not divide by 2: use a multiple of 2",),
     ),
     (plan_of(pool=Column(parts=(Part(15, heads=3), 1))), ("3 heads do not divide over 2 ranks",)),
-    (plan_of(pool=Row(parts=(Part(16, heads=1),))), ("Row with 1 heads on 2 ranks", "a multiple of 2 heads")),
+    (
+        plan_of(pool=Row(parts=(Part(16, heads=1),))),
+        ("neither padded nor held by several ranks", "divide by 2"),
+    ),
     (
         plan_of(pool=Column(parts=(Part(16, heads=1),), gather_output=True)),
-        ("gather_output=True with fewer heads than 2 ranks",),
+        ("gather_output=True with", "use at least 2 heads"),
     ),
+    (plan_of(pool=Column(sequence_dim=-1)), ("'pool' (plan key 'pool')", "sequence_dim=-1 is the dim of the features")),
+    (plan_of(bias=Sharded(parts=(4, 6))), ("its parts are 4 + 6 = 10 elements, but dim 0 has 11",)),
     (plan_of(head=Replicated()), ("'head.weight' and 'table.weight' are one tied parameter", "key 'table'")),
     (plan_of(bias=Replicated()), ("are one tied parameter", "alike")),
     (Plan({"pool": Column()}, {"blocks.*.atention": {}}), ("matches no module (did you mean 'blocks.*.attention'?)",)),

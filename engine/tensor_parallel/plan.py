@@ -11,18 +11,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from engine.comm.communicator import Communicator
 from engine.errors import UsageError
-from engine.tensor_parallel.embedding import VocabParallelEmbedding
-from engine.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, keep_shard
-from engine.tensor_parallel.resolve import Step, is_conv1d, resolve
+from engine.tensor_parallel.linear import keep_shard
+from engine.tensor_parallel.replacement import parallel_layer
+from engine.tensor_parallel.resolve import Step, resolve
 from engine.tensor_parallel.styles import Column, Plan, Row, Sharded, Vocab
-from engine.tensor_parallel.transposed import ColumnParallelConv1D, RowParallelConv1D
 
 _SAMPLES = 64
 
@@ -80,31 +78,14 @@ def _replace(
 ) -> None:
     """Put a parallel layer in the place of a plain one, under all its names."""
     plain = root.get_submodule(step.names[0])
-    layer = _layer(plain, step, comm).train(plain.training)
+    assert isinstance(step.style, Column | Row | Vocab)
+    layer = parallel_layer(plain, step.style, comm)
     for name, full in plain.named_parameters(recurse=False, remove_duplicate=False):
         if id(full) in tied:
             layer._parameters[name] = shards.setdefault(id(full), layer.get_parameter(name))
     for name in step.names:
         parent, _, own = name.rpartition(".")
         root.get_submodule(parent)._modules[own] = layer
-
-
-def _layer(plain: nn.Module, step: Step, comm: Communicator) -> nn.Module:
-    style = step.style
-    assert isinstance(style, Column | Row | Vocab)
-    if isinstance(style, Vocab):
-        assert isinstance(plain, nn.Embedding)
-        return VocabParallelEmbedding.from_embedding(plain, comm, sequence_dim=style.sequence_dim)
-    options: dict[str, Any] = {"parts": style.parts, "sequence_dim": style.sequence_dim}
-    if isinstance(style, Column):
-        options["gather_output"] = style.gather_output
-        if is_conv1d(plain):
-            return ColumnParallelConv1D.from_conv1d(plain, comm, **options)
-        return ColumnParallelLinear.from_linear(cast(nn.Linear, plain), comm, **options)
-    options["split_input"] = style.split_input
-    if is_conv1d(plain):
-        return RowParallelConv1D.from_conv1d(plain, comm, **options)
-    return RowParallelLinear.from_linear(cast(nn.Linear, plain), comm, **options)
 
 
 def _shard(

@@ -1,11 +1,10 @@
-"""A plan applied to the names and shapes of one module: what becomes of each parameter, or why it cannot. Pure.
+"""A plan applied to the names and shapes of one module: what becomes of each parameter, or why it cannot.
 
 Works on modules on the meta device too; nothing is sent and nothing is changed.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -13,7 +12,8 @@ from torch import Tensor, nn
 
 from engine.errors import EngineError, LayoutError, UsageError, did_you_mean
 from engine.placement import REPLICATED, Part, Placement, cut
-from engine.tensor_parallel.styles import Column, Divided, Plan, Replicated, Row, Sharded, Style, Vocab
+from engine.tensor_parallel.replacement import placements_after
+from engine.tensor_parallel.styles import Divided, Plan, Replicated, Sharded, Style
 
 
 @dataclass(frozen=True)
@@ -101,12 +101,6 @@ def matches(key: str, name: str) -> bool:
     return len(wanted) == len(found) and all(a in ("*", b) for a, b in zip(wanted, found, strict=True))
 
 
-def is_conv1d(module: nn.Module) -> bool:
-    """Return whether it is a Hugging Face Conv1D: a linear layer whose weight is stored as (in, out)."""
-    home = sys.modules.get("transformers.pytorch_utils")  # where there is none, no module is of its class
-    return home is not None and isinstance(module, home.Conv1D)
-
-
 # ---- which names -----------------------------------------------------------------------------------------------------
 
 
@@ -192,50 +186,9 @@ def _step(
             if not 0 <= style.dim < len(shape):
                 raise LayoutError(f"dim={style.dim} is outside its shape {shape}")
             return Step(names, style, {name: _cut(style.dim, style.parts, shape[style.dim], size)})
-        return Step(names, style, _replaced(style, modules[name], size))
+        return Step(names, style, placements_after(modules[name], style, size))
     except EngineError as error:
         raise type(error)(f"{what}: {error}") from None
-
-
-def _replaced(style: Column | Row | Vocab, module: nn.Module, size: int) -> dict[str, Placement]:
-    """Return the placements of a module that is replaced by a parallel one."""
-    _check_plain(style, module)
-    weight = module.weight
-    assert isinstance(weight, Tensor)
-    if isinstance(style, Vocab):
-        return {"weight": cut(0, [Part(weight.shape[0], padded=True)], size)}
-    outputs = 1 if is_conv1d(module) else 0
-    if isinstance(style, Column):
-        placed = _cut(outputs, style.parts, weight.shape[outputs], size)
-        if style.gather_output and placed.is_copied(size):
-            raise LayoutError(f"gather_output=True with fewer heads than {size} ranks: ranks that share a head would "
-                              f"give it several times")  # fmt: skip
-        bias = Placement(0, parts=placed.parts)
-    else:
-        placed = _cut(1 - outputs, style.parts, weight.shape[1 - outputs], size)
-        if placed.is_copied(size):
-            heads = [part.heads for part in placed.parts if part.slices(size) < size]
-            raise LayoutError(
-                f"Row with {heads[0]} heads on {size} ranks would add what shared heads give several times: use a "
-                f"multiple of {size} heads, or a size that divides {heads[0]}"
-            )
-        bias = Placement(gradient="equal" if style.sequence_dim is None else "sum")
-    return {"weight": placed} if module.bias is None else {"weight": placed, "bias": bias}
-
-
-def _check_plain(style: Style, module: nn.Module) -> None:
-    """Refuse a module of another kind, or one that does more than its class: that would be lost."""
-    kind, given = type(style).__name__, type(module).__name__
-    plain = nn.Embedding if isinstance(style, Vocab) else nn.Linear
-    fits = isinstance(module, plain) or (plain is nn.Linear and is_conv1d(module))
-    if not fits:
-        wanted = "nn.Embedding" if isinstance(style, Vocab) else "nn.Linear or Hugging Face's Conv1D"
-        raise UsageError(f"{kind} is for {wanted}, and this is a {given}")
-    if isinstance(module, plain) and type(module).forward is not plain.forward:
-        raise UsageError(f"this {given} has a forward of its own, which {kind} would not run")
-    hooked = [module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks]
-    if any(hooked) or "forward" in vars(module) or hasattr(module, "parametrizations"):
-        raise UsageError(f"this {given} has hooks or parametrizations, which {kind} would drop: remove them first")
 
 
 def _cut(dim: int, parts: Sequence[int | Part] | None, total: int, size: int) -> Placement:

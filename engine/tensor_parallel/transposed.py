@@ -19,7 +19,7 @@ class ColumnParallelConv1D(ColumnParallelLinear):
     """As ColumnParallelLinear; `weight`: (in_features, out_features / T)."""
 
     @classmethod
-    def from_conv1d(cls, conv: nn.Module, comm: Communicator, **options: Any) -> ColumnParallelConv1D:
+    def from_conv1d(cls, conv: nn.Module, comm: Communicator, **options: Any) -> ColumnParallelLinear:
         """Take over this rank's part of `conv`, with from_linear's options and errors. Nothing is sent."""
         return _stored_transposed(cls.from_linear(_as_linear(conv), comm, **options))
 
@@ -31,7 +31,7 @@ class RowParallelConv1D(RowParallelLinear):
     """As RowParallelLinear; `weight`: (in_features / T, out_features)."""
 
     @classmethod
-    def from_conv1d(cls, conv: nn.Module, comm: Communicator, **options: Any) -> RowParallelConv1D:
+    def from_conv1d(cls, conv: nn.Module, comm: Communicator, **options: Any) -> RowParallelLinear:
         """Take over this rank's part of `conv`, with from_linear's options and errors. Nothing is sent."""
         return _stored_transposed(cls.from_linear(_as_linear(conv), comm, **options))
 
