@@ -1,6 +1,7 @@
-"""Layers and a loss whose matrices are shared by the ranks of the tensor axis."""
+"""Layers and losses whose matrices are shared by the ranks of the tensor axis, and plans that cut a module into them."""
 
 from engine.tensor_parallel.embedding import VocabParallelEmbedding
+from engine.tensor_parallel.head import vocab_parallel_linear_cross_entropy
 from engine.tensor_parallel.huggingface import huggingface_plan
 from engine.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from engine.tensor_parallel.loss import vocab_parallel_cross_entropy
@@ -23,4 +24,5 @@ __all__ = [
     "huggingface_plan",
     "parallelize",
     "vocab_parallel_cross_entropy",
+    "vocab_parallel_linear_cross_entropy",
 ]
