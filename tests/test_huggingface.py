@@ -190,6 +190,20 @@ def test_models_with_other_heads_and_without(world: World) -> None:
         assert max(errors.values()) < 1e-9
 
 
+def generate(mesh: Mesh, kind: str) -> Tensor:
+    model = build(kind)
+    parallelize(model, mesh.tensor, huggingface_plan(model))
+    return model.generate(IDS[:1, :4], max_new_tokens=5, do_sample=False, pad_token_id=0)
+
+
+@pytest.mark.parametrize("kind", ["llama, one key head", "gpt2"])
+def test_generation_with_its_cache_gives_the_same_words(world: World, kind: str) -> None:
+    expected = build(kind).generate(IDS[:1, :4], max_new_tokens=5, do_sample=False, pad_token_id=0)
+    assert expected.shape[1] > 5
+    for got in world.run(Layout(tensor=4), generate, kind):
+        assert torch.equal(got, expected)
+
+
 def split_logits(mesh: Mesh) -> tuple[Any, ...]:
     model = build("llama")
     parallelize(model, mesh.tensor, huggingface_plan(model, logits="split"))

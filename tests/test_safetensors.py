@@ -21,7 +21,8 @@ import engine
 from engine import Layout
 from engine.checkpoint import load_safetensors, save_safetensors
 from engine.checkpoint.safetensors_format import divide_into_files
-from engine.placement import Part
+from engine.checkpoint.safetensors_load import slices_of
+from engine.placement import Part, Placement, cut
 from engine.tensor_parallel import Column, Plan, Sharded, huggingface_plan, parallelize
 from examples.gpt.model import GPTConfig, gpt_layers
 from tests.plain_gpt import plain_gpt
@@ -184,6 +185,20 @@ def test_files_are_filled_in_order_and_the_widest_come_first() -> None:
     names = [[name for name, _, _ in file] for file in divide_into_files(entries, 20)]
     assert names == [["b", "a"], ["c"], ["d"]]
     assert divide_into_files([], 20) == [[]]
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_the_slices_and_their_padding_make_up_the_shard(dim: int, size: int) -> None:
+    parts = (Part(16), Part(7, padded=True), Part(4, heads=2), Part(3, padded=True), Part(8, heads=8))
+    whole = (torch.arange(38) + 1).view(38, 1).movedim(0, dim)
+    for placement in (cut(dim, parts, size), cut(dim, [Part(38, padded=True)], size)):
+        for rank in range(size):
+            pieces = []
+            for start, stop, padding in slices_of(placement, tuple(whole.shape), rank, size):
+                pieces += [whole.narrow(dim, start, stop - start), torch.zeros_like(whole.narrow(dim, 0, padding))]
+            assert torch.equal(torch.cat(pieces, dim), placement.shard(whole, rank, size))
+    assert slices_of(Placement(0), (8, 1), 1, 2) == [(4, 8, 0)]
 
 
 # ---- never the whole model -------------------------------------------------------------------------------------------

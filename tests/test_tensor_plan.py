@@ -300,7 +300,8 @@ def test_layers_that_do_more_than_their_class_are_refused() -> None:
     )
     assert "has hooks or parametrizations" in texts[1]
     assert "this Twice has a forward of its own, which Column would not run" in texts[2]
-    assert "a part of 10 elements: 10 does not divide by 4" in texts[3]
+    assert "'odd' (plan key 'odd')" in texts[3]
+    assert "10 does not divide by 4: use a multiple of 4" in texts[3]
 
 
 def test_plans_and_arguments_that_are_none_are_refused() -> None:

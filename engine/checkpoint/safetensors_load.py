@@ -105,32 +105,31 @@ class _Reader:
                 return whole
             before = (slice(None),) * placement.dim
             pieces: list[Tensor] = []
-            for start, stop in slices_of(placement, where.shape, rank, size):
+            for start, stop, padding in slices_of(placement, where.shape, rank, size):
                 index = (*before, slice(start, stop))
-                pieces.append(source[index])
-            shape = placement.shape(where.shape, size)
-            missing = shape[placement.dim] - sum(piece.shape[placement.dim] for piece in pieces)
-            if missing:
-                filler = list(shape)
-                filler[placement.dim] = missing
-                pieces.append(torch.zeros(filler, dtype=where.dtype))
+                if start < stop:
+                    pieces.append(source[index])
+                if padding:
+                    filler = (*where.shape[: placement.dim], padding, *where.shape[placement.dim + 1 :])
+                    pieces.append(torch.zeros(filler, dtype=where.dtype))
             return pieces[0] if len(pieces) == 1 else torch.cat(pieces, placement.dim)
 
 
-def slices_of(placement: Placement, shape: tuple[int, ...], rank: int, size: int) -> list[tuple[int, int]]:
-    """Return the elements [start, stop) along a cut dim of which a rank's shard is made, in their order; what is
-    missing at its end is padding. At most one part, the last, is padded.
+def slices_of(placement: Placement, shape: tuple[int, ...], rank: int, size: int) -> list[tuple[int, int, int]]:
+    """Return the elements [start, stop) along a cut dim of which a rank's shard is made, in their order, each with how
+    many that are padding follow it.
     """
     assert placement.dim is not None
     if not placement.parts:
         length = placement.shape(shape, size)[placement.dim]
-        return [(rank * length, (rank + 1) * length)]
+        return [(rank * length, (rank + 1) * length, 0)]
     found, first = [], 0
     for part, length in zip(placement.parts, placement.lengths(size), strict=True):
         start = min(part.index(rank, size) * length, part.size)
-        found.append((first + start, first + min(start + length, part.size)))
+        stop = min(start + length, part.size)
+        found.append((first + start, first + stop, length - (stop - start)))
         first += part.size
-    return [(start, stop) for start, stop in found if start < stop]
+    return found
 
 
 def _library() -> Any:

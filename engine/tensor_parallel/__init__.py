@@ -1,4 +1,4 @@
-"""Layers and losses whose matrices are shared by the ranks of the tensor axis, and plans that cut a module into them."""
+"""Layers and losses whose matrices are shared by the ranks of the tensor axis; plans that cut a module into them."""
 
 from engine.tensor_parallel.embedding import VocabParallelEmbedding
 from engine.tensor_parallel.head import vocab_parallel_linear_cross_entropy

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from engine.errors import EngineError, LayoutError, UsageError, did_you_mean
 from engine.placement import REPLICATED, Part, Placement, cut
 from engine.tensor_parallel.replacement import placements_after
-from engine.tensor_parallel.styles import Divided, Plan, Replicated, Sharded, Style
+from engine.tensor_parallel.styles import Divided, Plan, Replicated, Sharded, Style, as_parts
 
 
 @dataclass(frozen=True)
@@ -192,7 +192,7 @@ def _step(
 
 
 def _cut(dim: int, parts: Sequence[int | Part] | None, total: int, size: int) -> Placement:
-    chosen = [Part(total)] if parts is None else [part for part in parts if isinstance(part, Part)]
+    chosen = as_parts(parts) or (Part(total),)
     whole = sum(part.size for part in chosen)
     if whole != total:
         sizes = " + ".join(str(part.size) for part in chosen)
