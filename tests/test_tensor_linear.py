@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import engine
 from engine import Layout
-from engine.errors import EngineError, LayoutError, UsageError
 from engine.placement import Part, Placement, replicated
 from engine.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-from tests.world import World, refusals
+from tests.world import World
 
 Mesh = engine.Mesh
 DOUBLE = torch.float64

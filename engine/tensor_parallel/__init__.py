@@ -4,6 +4,7 @@ from engine.tensor_parallel.embedding import VocabParallelEmbedding
 from engine.tensor_parallel.head import vocab_parallel_linear_cross_entropy
 from engine.tensor_parallel.huggingface import huggingface_plan
 from engine.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
+from engine.tensor_parallel.lora import LoRALinear, lora
 from engine.tensor_parallel.loss import vocab_parallel_cross_entropy
 from engine.tensor_parallel.plan import parallelize
 from engine.tensor_parallel.plan_table import describe
@@ -13,6 +14,7 @@ __all__ = [
     "Column",
     "ColumnParallelLinear",
     "Divided",
+    "LoRALinear",
     "Plan",
     "Replicated",
     "Row",
@@ -22,6 +24,7 @@ __all__ = [
     "VocabParallelEmbedding",
     "describe",
     "huggingface_plan",
+    "lora",
     "parallelize",
     "vocab_parallel_cross_entropy",
     "vocab_parallel_linear_cross_entropy",

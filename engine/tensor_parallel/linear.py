@@ -91,7 +91,8 @@ class _ParallelLinear(nn.Module):
         if dim is not None and (not -x.dim() <= dim < x.dim() or dim % x.dim() == x.dim() - 1):
             raise LayoutError(
                 f"{type(self).__name__}: sequence_dim={dim} is none of the dims before the last of an input of shape "
-                f"{tuple(x.shape)}: valid are 0 to {x.dim() - 2}"
+                f"{tuple(x.shape)}: "
+                + (f"valid are 0 to {x.dim() - 2}" if x.dim() > 1 else "give an input of at least 2 dims")
             )
 
     def extra_repr(self) -> str:
@@ -226,7 +227,7 @@ class ColumnParallelLinear(_ParallelLinear):
             )
         if adapter is not None and inner is not None:
             y = torch.add(y, F.linear(inner, adapter.b), alpha=adapter.scale)
-        if self._padding:
+        if self._padding and not self.gather_output:
             y = F.pad(y[..., : -self._padding], (0, self._padding), value=-math.inf)
         if self.gather_output and comm.size > 1:
             y = self._whole(y)
@@ -322,8 +323,10 @@ class RowParallelLinear(_ParallelLinear):
         bias = None if self.return_bias else self.bias
         if comm.size > 1:
             if self.sequence_dim is not None:
-                length = x.shape[self.sequence_dim]
-                divide(length, comm.size, f"{type(self).__name__}: the sequence of an input of shape {tuple(x.shape)}")
+                what = (
+                    f"{type(self).__name__}: the sequence of an input of shape {tuple(x.shape)} over axis {comm.name!r}"
+                )
+                divide(x.shape[self.sequence_dim], comm.size, what)
             x = self._part(x) if self.split_input else x
         y = F.linear(x, self.matrix(), bias if comm.size == 1 else None)
         if adapter is not None:
