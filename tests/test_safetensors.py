@@ -31,6 +31,8 @@ from tests.world import World, refusals
 
 Mesh = engine.Mesh
 INDEX = "model.safetensors.index.json"
+SLACK = 8192
+"""Bytes, a quarter of the smallest shard measured, for flags and what checks compare."""
 
 
 def reference(kind: str) -> nn.Module:
@@ -247,8 +249,8 @@ class Live(TorchDispatchMode):
 
 
 def wide() -> nn.Module:
-    """16 matrices of 128 KiB, 2 MiB in all."""
-    return nn.Sequential(*(nn.Linear(128, 128, bias=False, dtype=torch.float64) for _ in range(16)))
+    """8 matrices of 128 KiB, 1 MiB in all."""
+    return nn.Sequential(*(nn.Linear(128, 128, bias=False, dtype=torch.float64) for _ in range(8)))
 
 
 def measured(mesh: Mesh, folder: str) -> dict[str, Any]:
@@ -277,10 +279,10 @@ def test_no_rank_holds_more_than_its_shards_and_one_tensor(world: World, tmp_pat
     # Without the other transport's memory for what is under way, which would count too.
     for rank, got in enumerate(world.run(Layout(tensor=4), measured, str(tmp_path), transport="torch")):
         assert got["equal"]
-        assert got["own"] == 4 * largest, "a quarter of 16"
+        assert got["own"] == 2 * largest, "a quarter of 8"
         # The writer joins one tensor out of the shards of all ranks.
-        assert got["saving"] - got["own"] <= (2 * largest + 1024 if rank == 0 else 1024)
-        assert got["loading"] - got["own"] <= largest // 4 + 1024
+        assert got["saving"] - got["own"] <= (2 * largest + SLACK if rank == 0 else SLACK)
+        assert got["loading"] - got["own"] <= largest // 4 + SLACK
         assert got["loading"] >= got["own"], "what is measured is there"
         assert got["read"] == got["own"], "of the files, each rank's slices"
 
@@ -385,7 +387,7 @@ def test_old_files_stay_where_writing_fails_and_go_where_it_does_not(world: Worl
     for name in ("model.safetensors", "model-00001-of-00002.safetensors"):
         (tmp_path / name).write_bytes(old)
     (tmp_path / "notes.safetensors").write_bytes(old)
-    in_the_way = tmp_path / "model-00004-of-00008.safetensors.partial"
+    in_the_way = tmp_path / "model-00002-of-00004.safetensors.partial"
     in_the_way.mkdir()
     for rank, (text, afterwards) in enumerate(world.run(Layout(tensor=2), fail_late, str(tmp_path))):
         assert "the weights were not written: " in text
@@ -396,7 +398,7 @@ def test_old_files_stay_where_writing_fails_and_go_where_it_does_not(world: Worl
     in_the_way.rmdir()
     world.run(Layout(tensor=2), fail_late, str(tmp_path))
     names = sorted(path.name for path in tmp_path.iterdir())
-    assert names == [*(f"model-{n:05d}-of-00008.safetensors" for n in range(1, 9)), INDEX, "notes.safetensors"]
+    assert names == [*(f"model-{n:05d}-of-00004.safetensors" for n in range(1, 5)), INDEX, "notes.safetensors"]
 
 
 def test_the_engine_imports_without_the_extra_and_says_what_to_install() -> None:
