@@ -161,6 +161,38 @@ def test_outputs_and_gradients_are_those_of_the_module_before(world: World, n: i
         assert got["tied"]
 
 
+def run_split(mesh: Mesh) -> tuple[Tensor, dict[str, Tensor]]:
+    whole = Replicated(gradient="sum")  # each rank uses it on its part of the sequence
+    styles = {
+        **plan_of().styles,
+        "table": Vocab(sequence_dim=1),
+        "blocks.*.norm": whole,
+        "blocks.*.attention.qkv": Column(parts=(16, 8, 8), sequence_dim=1),
+        "blocks.*.attention.out": Row(sequence_dim=1),
+        "blocks.*.up": Column(sequence_dim=1),
+        "blocks.*.down": Row(sequence_dim=1),
+        "pool": whole,
+        "head": Column(parts=(Part(11, padded=True),), gather_output=True, sequence_dim=1),
+    }
+    model = parallelize(build(), mesh.tensor, Plan(styles, plan_of().attributes))
+    optimizer = engine.zero.ZeroOptimizer(model, torch.optim.SGD, mesh, lr=0.0)
+    y = model(IDS)
+    (y * torch.sin(torch.arange(y.numel(), dtype=DOUBLE)).view_as(y)).sum().backward()
+    optimizer.finish_gradients(1.0)
+    return y.detach(), optimizer.full_gradients()
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_a_plan_can_split_the_sequence_between_the_matrices(world: World, n: int) -> None:
+    plain = build()
+    y = plain(IDS)
+    (y * torch.sin(torch.arange(y.numel(), dtype=DOUBLE)).view_as(y)).sum().backward()
+    for got, gradients in world.run(Layout(tensor=n), run_split):
+        torch.testing.assert_close(got, y.detach(), **TIGHT)
+        for name, parameter in plain.named_parameters():
+            torch.testing.assert_close(gradients[name], parameter.grad, **TIGHT, msg=name)
+
+
 def planned(n: int = 2, rank: int = 0) -> engine.Communicator:
     """A communicator that refuses to send."""
     return engine.plan_mesh(Layout(tensor=n), rank).tensor

@@ -26,9 +26,11 @@ def huggingface_plan(model_or_config: Any, *, logits: Literal["whole", "split"] 
     its part of the vocabulary, (..., ceil(vocab_size / T)), for `vocab_parallel_cross_entropy`.
 
     The vocabulary is filled up where it does not divide; key and value heads that are fewer than ranks are shared. The
-    number of attention heads and the inner size of the MLP must divide by the tensor size. Dropout that the model's
-    code does itself takes torch's generator: its masks on whole activations are equal where the generators are, as in
-    TrainStep, those on a rank's heads then too. Raises UsageError for a type without a plan.
+    number of attention heads and the inner size of the MLP must divide by the tensor size. Dropout in the model's
+    own code takes torch's generator, which must be equal on all ranks, as TrainStep makes it: whole activations then
+    lose the same elements everywhere, and so do attention weights, head by head of each rank.
+
+    Raises UsageError for a type without a plan.
     """
     config = getattr(model_or_config, "config", model_or_config)
     kind = getattr(config, "model_type", None)
