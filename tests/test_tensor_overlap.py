@@ -337,7 +337,13 @@ def test_autocast_acts_as_on_nn_linear(world: World, dtype: torch.dtype) -> None
 
 
 def run_compiled(mesh: Mesh, backend: str, dim: int | None) -> list[dict[str, Any]]:
-    found = []
+    found, traced, plain = [], [], mesh.tensor.all_reduce
+
+    def all_reduce(*args: Any, **options: Any) -> Any:
+        traced.append(torch.compiler.is_compiling())
+        return plain(*args, **options)
+
+    mesh.tensor.all_reduce = all_reduce  # type: ignore[method-assign]
     for compiles in (False, True):
         torch.manual_seed(5)
         block = Block(mesh.tensor, dim)
@@ -345,6 +351,7 @@ def run_compiled(mesh: Mesh, backend: str, dim: int | None) -> list[dict[str, An
         y = (torch.compile(block, backend=backend) if compiles else block)(x)
         y.square().sum().backward()
         found.append(outcome(y, x, block))
+    assert traced == [False] * (4 if dim is None and mesh.tensor.size > 1 else 0)
     return found
 
 

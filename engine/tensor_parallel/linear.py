@@ -334,7 +334,7 @@ class RowParallelLinear(_ParallelLinear):
         if comm.size > 1:
             y = row_product(y, comm, self.sequence_dim)
             if bias is not None:
-                y = y + bias.to(y.dtype)
+                y = y.add_(bias)
         return (y, self.bias) if self.return_bias else y
 
     def _part(self, x: Tensor) -> Tensor:
