@@ -139,7 +139,7 @@ class Criterion:
         the logits themselves; default: new memory.
         """
         hit = logits.gather(-1, ids.unsqueeze(-1)).squeeze(-1)
-        values = logits.narrow(-1, 0, self.real)
+        values = self.unpadded(logits)
         # Of no columns at all there is no maximum, only the one that changes no other.
         largest = values.amax(dim=-1) if values.numel() else hit.new_full(hit.shape, -torch.inf)
         shifted = self.shifted(logits, largest, out)
@@ -150,8 +150,11 @@ class Criterion:
     def shifted(self, logits: Tensor, largest: Tensor, out: Tensor | None) -> Tensor:
         """Return the logits without padding, less each row's largest here; less 0 where all are -inf."""
         base = largest.masked_fill(largest == -torch.inf, 0.0).unsqueeze(-1)
-        into = None if out is None else out.narrow(-1, 0, self.real)
-        return torch.sub(logits.narrow(-1, 0, self.real), base, out=into)
+        return torch.sub(self.unpadded(logits), base, out=None if out is None else self.unpadded(out))
+
+    def unpadded(self, x: Tensor) -> Tensor:
+        """Return x, (..., columns), without padding: a view."""
+        return x if self.real == self.columns else x.narrow(-1, 0, self.real)
 
     def combine(self, sums: Tensor, at: Targets) -> tuple[Tensor, Tensor]:
         """Return the loss of each row from the ranks' `row_sums`, and this rank's slope: by what its exponentials must
@@ -180,11 +183,12 @@ class Criterion:
         losses.
         """
         scale = grad.masked_fill(at.ignored, 0.0)
-        real = out.narrow(-1, 0, self.real)
+        real = self.unpadded(out)
         torch.mul(exponentials, (slope * scale).unsqueeze(-1), out=real)
         if self.label_smoothing:
             real -= (scale * (self.label_smoothing / self.vocabulary)).unsqueeze(-1)
-        out.narrow(-1, self.real, self.columns - self.real).zero_()
+        if real is not out:
+            out.narrow(-1, self.real, self.columns - self.real).zero_()
         hit = scale.masked_fill(at.elsewhere, 0.0) * (self.label_smoothing - 1.0)
         out.scatter_add_(-1, at.ids.unsqueeze(-1), hit.unsqueeze(-1))
 
