@@ -15,7 +15,7 @@ $(READY): pyproject.toml pins.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or later is needed, this is " + sys.version)'
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch -c pins.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c pins.txt -e '.[examples,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c pins.txt -e '.[examples,dev,hf]'
 	@touch $@
 
 train: setup ## Train a GPT on real text over data 2 x pipeline 2 x tensor 2: 8 processes on this CPU.

@@ -26,10 +26,10 @@ def full_state_dict(model: nn.Module, mesh: Mesh, *, rank: int | None = None) ->
     A tied parameter appears under each of its names, the first layer's being the canonical one. Every rank of the
     mesh must call it. With `rank`, only that global rank gets the dict and the others an empty one.
     """
-    _check_order("full_state_dict(model, mesh)", model, mesh)
+    check_order("full_state_dict(model, mesh)", model, mesh)
     if rank is not None and not 0 <= rank < mesh.layout.world_size:
         raise UsageError(f"rank={rank} is outside the mesh: ranks go from 0 to {mesh.layout.world_size - 1}")
-    return full_tensors(_local_state(model), placements_of(model), mesh, rank=rank)
+    return full_tensors(local_state(model), placements_of(model), mesh, rank=rank)
 
 
 @torch.no_grad()
@@ -46,14 +46,14 @@ def load_full_state_dict(
     rank's state has missing or unexpected names, wrong shapes, or different values for tied names, or a needed
     optimizer was left out.
     """
-    _check_order("load_full_state_dict(model, mesh, state, optimizer=optimizer)", model, mesh)
+    check_order("load_full_state_dict(model, mesh, state, optimizer=optimizer)", model, mesh)
     if optimizer is not None and not isinstance(optimizer, ZeroOptimizer):
         raise UsageError(f"optimizer= is a {type(optimizer).__name__}: give the model's ZeroOptimizer, or leave it out")
     if optimizer is not None:
         optimizer.parameters_replaced(model)
-    local, placements = _local_state(model), placements_of(model)
+    local, placements = local_state(model), placements_of(model)
     expected = {name: shape for stage in full_entries(local, placements, mesh) for name, shape, _ in stage}
-    canonical = _canonical_names(model, mesh)
+    canonical = canonical_names(model, mesh)
     problems = _problems(state, expected, canonical)
     unshared = "" if optimizer is not None else unshared_load(model, mesh)
     somewhere = mesh.world.any(bool(problems or unshared))
@@ -74,19 +74,19 @@ def load_full_state_dict(
         optimizer.parameters_written()
 
 
-def _check_order(call: str, model: object, mesh: object) -> None:
+def check_order(call: str, model: object, mesh: object) -> None:
     """Refuse arguments that are no model and no mesh, most likely in another order."""
     for name, value, kind in (("model", model, nn.Module), ("mesh", mesh, Mesh)):
         if not isinstance(value, kind):
             raise UsageError(f"{name} is a {type(value).__name__}: the order is {call}")
 
 
-def _local_state(model: nn.Module) -> dict[str, Tensor]:
+def local_state(model: nn.Module) -> dict[str, Tensor]:
     """Return this stage's parameters and persistent buffers by name, as they lie in memory."""
     return {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
 
 
-def _canonical_names(model: nn.Module, mesh: Mesh) -> dict[str, str]:
+def canonical_names(model: nn.Module, mesh: Mesh) -> dict[str, str]:
     """Return, for every name of a shared parameter but its first, that first name; over all stages."""
     first: dict[int, str] = {}
     found: dict[str, str] = {}
@@ -100,7 +100,7 @@ def _canonical_names(model: nn.Module, mesh: Mesh) -> dict[str, str]:
     return {name: canonical for stage in stages for name, canonical in stage.items()}
 
 
-def _equal(a: Tensor, b: Tensor) -> bool:
+def equal_values(a: Tensor, b: Tensor) -> bool:
     """Whether all values are the same, of which NaN is one."""
     return a.dtype == b.dtype and torch.allclose(a, b, rtol=0.0, atol=0.0, equal_nan=True)
 
@@ -111,25 +111,36 @@ def _problems(
     """Return what keeps `state` from being loaded; an empty string for nothing."""
     if not isinstance(state, Mapping):
         return f"it is a {type(state).__name__}, and a dict of tensors by name is wanted, on every rank"
-    missing = [name for name in expected if name not in state and canonical.get(name, name) not in state]
-    unexpected = [name for name in state if name not in expected]
     strange = [f"{name} is a {type(value).__name__}" for name, value in state.items() if not isinstance(value, Tensor)]
     if strange:
         return f"no tensors: {', '.join(strange[:8])}"
-    wrong = [
-        f"{name} is {tuple(state[name].shape)}, the model has {shape}"
-        for name, shape in expected.items()
-        if name in state and tuple(state[name].shape) != shape
-    ]
+    found = misfits({name: tuple(value.shape) for name, value in state.items()}, expected, canonical)
+    if found:
+        return found
     torn = [
         f"{name} differs from {first}, to which it is tied"
         for name, first in canonical.items()
-        if name in state and first in state and not wrong and not _equal(state[name], state[first])
+        if name in state and first in state and not equal_values(state[name], state[first])
     ]
-    hints = [name + did_you_mean(name, missing) for name in unexpected]
-    problems = [
-        f"{label}: {', '.join(found[:8])}{f' and {len(found) - 8} more' if len(found) > 8 else ''}"
-        for label, found in (("missing", missing), ("unexpected", hints), ("wrong shape", wrong), ("torn ties", torn))
-        if found
+    return _listed("torn ties", torn) if torn else ""
+
+
+def misfits(
+    shapes: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]], canonical: Mapping[str, str]
+) -> str:
+    """Return which names are missing or unexpected and which shapes are wrong; an empty string for none. A tied name
+    may be missing where its first one, in `canonical`, is not.
+    """
+    missing = [name for name in expected if name not in shapes and canonical.get(name, name) not in shapes]
+    unexpected = [name + did_you_mean(name, missing) for name in shapes if name not in expected]
+    wrong = [
+        f"{name} is {shapes[name]}, the model has {shape}"
+        for name, shape in expected.items()
+        if name in shapes and shapes[name] != shape
     ]
-    return "; ".join(problems)
+    problems = (("missing", missing), ("unexpected", unexpected), ("wrong shape", wrong))
+    return "; ".join(_listed(label, found) for label, found in problems if found)
+
+
+def _listed(label: str, found: list[str]) -> str:
+    return f"{label}: {', '.join(found[:8])}{f' and {len(found) - 8} more' if len(found) > 8 else ''}"
