@@ -66,7 +66,8 @@ def run_engine(work: Work, mesh: engine.Mesh) -> dict[str, Any]:
 def engine_step(work: Work, mesh: engine.Mesh) -> Step:
     """Build this engine's system, with the weights that every other starts from."""
     sizes = work.model
-    config = GPTConfig(sizes.layers, sizes.hidden, sizes.heads, sizes.sequence, sizes.vocabulary, tied=False)
+    shape = {name: getattr(sizes, name) for name in ("layers", "hidden", "heads", "sequence", "vocabulary")}
+    config = GPTConfig(**shape, tied=False)
     model = engine.PipelineModel(gpt_layers(config, mesh.tensor), mesh)
     engine.load_full_state_dict(model, mesh, gpt(sizes, work.seed).state_dict())
     options = {"stage": work.stage, "share_parameters": work.share_parameters, **ADAMW}

@@ -22,11 +22,11 @@ class Embedding(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, hidden: int, heads: int):
+    def __init__(self, hidden: int, heads: int, key_heads: int):
         super().__init__()
-        self.heads = heads
+        self.heads, self.key_heads = heads, key_heads
         self.norm1 = nn.LayerNorm(hidden)
-        self.qkv = nn.Linear(hidden, 3 * hidden, bias=False)
+        self.qkv = nn.Linear(hidden, hidden + 2 * (hidden // heads) * key_heads, bias=False)
         self.out = nn.Linear(hidden, hidden)
         self.norm2 = nn.LayerNorm(hidden)
         self.up = nn.Linear(hidden, 4 * hidden)
@@ -34,7 +34,10 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         b, s, h = x.shape
-        q, k, v = (y.view(b, s, self.heads, -1).transpose(1, 2) for y in self.qkv(self.norm1(x)).chunk(3, -1))
+        size = h // self.heads
+        parts = self.qkv(self.norm1(x)).split([h, size * self.key_heads, size * self.key_heads], -1)
+        q, k, v = (y.view(b, s, -1, size).transpose(1, 2) for y in parts)
+        k, v = (z.repeat_interleave(self.heads // self.key_heads, 1) for z in (k, v))
         scores = (q @ k.transpose(-2, -1)) / (h // self.heads) ** 0.5
         scores = scores.masked_fill(torch.ones(s, s, dtype=torch.bool).triu(1), float("-inf"))
         x = x + self.out((scores.softmax(-1) @ v).transpose(1, 2).reshape(b, s, h))
@@ -51,10 +54,12 @@ class Head(nn.Module):
         return self.project(self.norm(x))
 
 
-def plain_gpt(*, vocabulary: int, hidden: int, heads: int, sequence: int, layers: int, tied: bool) -> nn.Sequential:
+def plain_gpt(
+    *, vocabulary: int, hidden: int, heads: int, sequence: int, layers: int, tied: bool, key_heads: int | None = None
+) -> nn.Sequential:
     model = nn.Sequential(
         Embedding(vocabulary, hidden, sequence),
-        *(Block(hidden, heads) for _ in range(layers)),
+        *(Block(hidden, heads, key_heads or heads) for _ in range(layers)),
         Head(vocabulary, hidden),
     )
     if tied:

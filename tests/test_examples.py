@@ -358,8 +358,8 @@ RAISING = """
 import os, sys, engine
 from examples.gpt import train
 plain, calls = train.next_token_loss, 0
-def broken(comm):
-    loss = plain(comm)
+def broken(comm, vocabulary):
+    loss = plain(comm, vocabulary)
     def wrapped(output, target):
         global calls
         calls += 1

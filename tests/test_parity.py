@@ -45,6 +45,7 @@ class Case:
     bucket_mib: float = 25
     share: bool = False  # one copy of the parameters for all data ranks
     sequence_parallel: bool = False
+    key_heads: int = 4  # of 4 heads; fewer than tensor ranks are shared
 
     def __str__(self) -> str:
         size = f"d{self.layout.data}p{self.layout.pipeline}t{self.layout.tensor}"
@@ -52,6 +53,7 @@ class Case:
         clip = {None: "free", INACTIVE: "loose"}.get(self.clip, "clip")
         switches = f"{clip}-{'tied' if self.tied else 'own'}"
         more = ("-shared" if self.share else "") + ("-sequence" if self.sequence_parallel else "")
+        more += "" if self.key_heads == SIZES["heads"] else f"-k{self.key_heads}"
         return f"{size}-z{self.stage}-m{self.microbatches}-{switches}{bucket}{more}"
 
 
@@ -65,7 +67,7 @@ def covering_cases() -> list[Case]:
     SEED).
     """
     switch = [False, True]
-    factors: list[list[Any]] = [all_layouts(), [0, 1, 2], [1, 3, 8], [None, 0.05, INACTIVE], switch, switch]
+    factors: list[list[Any]] = [all_layouts(), [0, 1, 2], [1, 3, 8], [None, 0.05, INACTIVE], switch, switch, [4, 2, 1]]
     draw = random.Random(SEED)
     everything = list(itertools.product(*factors))
     draw.shuffle(everything)
@@ -81,8 +83,8 @@ def covering_cases() -> list[Case]:
         wanted -= new(best)
         chosen.append(best)
     return [
-        Case(*values, rows=1 + n % 2, bucket_mib=(25, 0.003)[n % 3 == 0], sequence_parallel=sequence)
-        for n, (*values, sequence) in enumerate(chosen)
+        Case(*values, 1 + n % 2, (25, 0.003)[n % 3 == 0], sequence_parallel=sequence, key_heads=keys)
+        for n, (*values, sequence, keys) in enumerate(chosen)
     ]
 
 
@@ -113,7 +115,7 @@ def batches_of(case: Case) -> list[tuple[Tensor, Tensor]]:
 
 def train_parallel(mesh: engine.Mesh, case: Case, adamw: dict[str, Any]) -> dict[str, Any]:
     """What every rank does; returns the same values on each."""
-    config = GPTConfig(**SIZES, tied=case.tied, sequence_parallel=case.sequence_parallel)
+    config = GPTConfig(**SIZES, tied=case.tied, sequence_parallel=case.sequence_parallel, key_heads=case.key_heads)
     model = engine.PipelineModel(gpt_layers(config, mesh.tensor, torch.float64), mesh)
     result: dict[str, Any] = {"start": engine.full_state_dict(model, mesh), "losses": [], "norms": [], "gradients": []}
     optimizer = engine.zero.ZeroOptimizer(
@@ -168,7 +170,7 @@ def test_a_number_that_is_none_cannot_pass_as_equal() -> None:
 
 
 def reference(case: Case, start: dict[str, Tensor]) -> dict[str, Any]:
-    model = plain_gpt(**SIZES, tied=case.tied).double()
+    model = plain_gpt(**SIZES, tied=case.tied, key_heads=case.key_heads).double()
     model.load_state_dict(start)
     return train_plain(model, batches_of(case), clip=case.clip, **ADAMW)
 

@@ -39,6 +39,10 @@ class GPTConfig:
     """Width of the residual stream."""
     heads: int = 4
     """Attention heads; must divide `hidden`, and be divided by the tensor axis."""
+    key_heads: int | None = None
+    """Heads of keys and values, each for heads / key_heads of the queries' (grouped-query attention); null: as many.
+    Fewer than the tensor axis has ranks are held by several of them.
+    """
     sequence: int = 128
     """Positions in one row."""
     vocabulary: int = 256
@@ -50,12 +54,21 @@ class GPTConfig:
     `sequence`."""
 
     def __post_init__(self) -> None:
-        if min(self.layers, self.hidden, self.heads, self.sequence, self.vocabulary) < 1:
+        if min(self.layers, self.hidden, self.heads, self.keys, self.sequence, self.vocabulary) < 1:
             raise ValueError(f"{self}: every size is at least 1")
         if self.hidden % self.heads:
             raise ValueError(
                 f"hidden={self.hidden} does not divide into heads={self.heads}: use a multiple of {self.heads}"
             )
+        if self.heads % self.keys:
+            raise ValueError(
+                f"heads={self.heads} do not divide by key_heads={self.keys}: use a divisor of {self.heads}"
+            )
+
+    @property
+    def keys(self) -> int:
+        """Heads of keys and values."""
+        return self.heads if self.key_heads is None else self.key_heads
 
 
 def normal(std: float) -> Callable[[Tensor], Tensor]:
@@ -116,15 +129,19 @@ class Block(nn.Module):
         column = partial(ColumnParallelLinear, comm=tensor, init=normal(0.02), dtype=dtype, sequence_dim=dim)
         row = partial(RowParallelLinear, comm=tensor, init=branch, dtype=dtype, sequence_dim=dim)
         self.norm1 = own_part(nn.LayerNorm(hidden, dtype=dtype), config)
-        self.qkv = column(hidden, 3 * hidden, bias=False, parts=(hidden, hidden, hidden))
+        keys = Part(config.keys * self.head_size, heads=config.keys)
+        parts = (Part(hidden, heads=config.heads), keys, keys)
+        self.qkv = column(hidden, hidden + 2 * keys.size, bias=False, parts=parts)
         self.out = row(hidden, hidden)
         self.norm2 = own_part(nn.LayerNorm(hidden, dtype=dtype), config)
         self.up = column(hidden, 4 * hidden)
         self.down = row(4 * hidden, hidden)
 
     def forward(self, x: Tensor) -> Tensor:
-        query, key, value = map(self._heads, self.qkv(self.norm1(x)).chunk(3, -1))
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)  # (B, heads / T, S, head size)
+        projected = self.qkv(self.norm1(x)).split(self.qkv.part_sizes, -1)
+        query, key, value = map(self._heads, projected)  # (B, heads / T, S, head size), keys' heads may be fewer
+        grouped = key.shape[1] != query.shape[1]
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
         x = x + self.out(mixed.transpose(1, 2).flatten(2))
         mlp: Tensor = self.down(F.gelu(self.up(self.norm2(x))))
         return x + mlp
