@@ -17,7 +17,9 @@ import torch.distributed as dist
 
 import engine
 from engine import Layout
+from engine.comm.autograd import all_gather_split, split_all_gather
 from engine.errors import EngineError
+from engine.placement import replicated
 from engine.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from tests.world import World
 
@@ -178,13 +180,13 @@ def test_checks_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> No
 
 def train_with(rank: int, size: int, store: str, case: str) -> str:
     with open_checked(rank, size, store, layout=Layout(pipeline=2, tensor=2)) as mesh:
-        specs = [engine.LayerSpec(Layer, mesh.tensor) for _ in range(2)]
-        model = engine.PipelineModel(specs, mesh)
+        kinds = {"undeclared": (Layer, PartLayer), "declared": (Layer, DeclaredPartLayer)}.get(case, (Layer, Layer))
+        model = engine.PipelineModel([engine.LayerSpec(kind, mesh.tensor) for kind in kinds], mesh)
         if case == "initialised":
             torch.manual_seed(0)
             for parameter in model.parameters():
                 torch.nn.init.normal_(parameter)
-        rows = torch.ones(4, 4) + (rank if case == "rows" else 0)
+        rows = torch.arange(16.0).view(4, 4).sin() + (rank if case == "rows" else 0)
 
         def train() -> None:
             optimizer = engine.zero.ZeroOptimizer(model, torch.optim.SGD, mesh, lr=0.1)
@@ -206,17 +208,43 @@ class Layer(torch.nn.Module):
         return self.down(self.up(x).relu())
 
 
+class PartLayer(torch.nn.Module):
+    """Sequence parallel along the rows, so each rank's norm sees a part of them."""
+
+    def __init__(self, tensor: engine.Communicator) -> None:
+        super().__init__()
+        self.tensor, self.norm = tensor, torch.nn.LayerNorm(4)
+        self.up = ColumnParallelLinear(4, 8, tensor, sequence_dim=0)
+        self.down = RowParallelLinear(8, 4, tensor, sequence_dim=0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        part = self.norm(split_all_gather(x, self.tensor, 0))
+        return all_gather_split(self.down(self.up(part).relu()), self.tensor, 0)
+
+
+class DeclaredPartLayer(PartLayer):
+    def __init__(self, tensor: engine.Communicator) -> None:
+        super().__init__(tensor)
+        replicated(self.norm, gradient="sum")
+
+
 @pytest.mark.parametrize(
     ("case", "text"),
     [
         ("right", "no error"),
         ("rows", "the batch given to TrainStep, which all tensor and pipeline ranks share, differs over axis 'tensor'"),
         ("initialised", "is cut over the tensor axis, but its shards are equal on all 2 ranks"),
+        ("undeclared", "differs "),
+        ("declared", "no error"),
     ],
 )
 def test_training_with_checks(world: World, case: str, text: str) -> None:
-    for found in world.run(4, train_with, case, mesh=False):
+    texts = world.run(4, train_with, case, mesh=False)
+    for found in texts:
         assert text in found
+    if case == "undeclared":  # on the second stage; the first hears of it
+        assert all("a gradient of another rank differs over its tensor axis" in found for found in texts[:2])
+        assert all("the gradient of '1.norm.weight' differs between the ranks of axis" in found for found in texts[2:])
 
 
 # ---- hangs, without checks ---------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""A model's weights into safetensors files, one tensor at a time: no rank ever holds more than one at full size.
+"""A model's weights into safetensors files, one tensor at a time: rank 0 holds its shards and the whole, no more.
 
 Rank 0 writes what the others send. New files lie under other names until all are whole, so that a run that ends early
 leaves the old ones as they were.

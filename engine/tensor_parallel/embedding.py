@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from engine.comm.autograd import all_reduce_identity, reduce_scatter_all_gather
 from engine.comm.communicator import Communicator
-from engine.errors import UsageError
+from engine.errors import LayoutError, UsageError
 from engine.placement import Part, cut, divide
 from engine.tensor_parallel.linear import Init, keep_shard
 
@@ -57,7 +57,8 @@ class VocabParallelEmbedding(nn.Module):
         device and with their requires_grad. A padding_idx is kept: its row gets no gradient. Draws and sends nothing;
         the weights must be equal on all ranks of `comm`.
 
-        Raises UsageError for an embedding with max_norm, scale_grad_by_freq or sparse.
+        Raises UsageError for an embedding with max_norm, scale_grad_by_freq or sparse, LayoutError for a weight that is
+        not of the declared shape.
         """
         given = {name: getattr(embedding, name) for name in ("max_norm", "scale_grad_by_freq", "sparse")}
         unsupported = [f"{name}={value}" for name, value in given.items() if value is not None and value is not False]
@@ -65,6 +66,12 @@ class VocabParallelEmbedding(nn.Module):
             raise UsageError(
                 f"VocabParallelEmbedding.from_embedding: {', '.join(unsupported)} is not supported over axis "
                 f"{comm.name!r}: rows lie on different ranks; make the nn.Embedding without"
+            )
+        declared = (embedding.num_embeddings, embedding.embedding_dim)
+        if tuple(embedding.weight.shape) != declared:
+            raise LayoutError(
+                f"VocabParallelEmbedding.from_embedding: the weight has shape {tuple(embedding.weight.shape)}, but the "
+                f"embedding declares {declared}: give a whole nn.Embedding"
             )
         table = cls.__new__(cls)
         nn.Module.__init__(table)

@@ -10,7 +10,7 @@ scatters it, at the same cost.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from engine.comm.autograd import all_gather_split, split_all_gather
 from engine.comm.communicator import Communicator
 from engine.errors import LayoutError, UsageError
-from engine.placement import Part, Placement, cut, divide
+from engine.placement import Placement, cut, divide
 from engine.tensor_parallel.product import column_product, row_product
+from engine.tensor_parallel.styles import Parts, as_parts
 
 Init = Callable[[Tensor], Any]
-Parts = Sequence[int | Part]
 
 
 class Adapter(NamedTuple):
@@ -60,6 +60,7 @@ class _ParallelLinear(nn.Module):
     weight: nn.Parameter
     bias: nn.Parameter | None
     placements: dict[str, Placement]
+    _shard: torch.Size
 
     def __init__(self, in_features: int, out_features: int, comm: Communicator, sequence_dim: int | None) -> None:
         super().__init__()
@@ -78,8 +79,13 @@ class _ParallelLinear(nn.Module):
 
     def _check(self, x: Tensor, length: int, other: int, hint: str) -> None:
         """Refuse an input whose last dim is not `length`, on every rank alike and before anything is sent. A last dim
-        of `other` gets the hint.
+        of `other` gets the hint. Refuse a weight that was put in the place of the shard, too.
         """
+        if self.weight.shape != self._shard:
+            raise LayoutError(
+                f"{type(self).__name__}: the weight has shape {tuple(self.weight.shape)}, but a rank's shard over axis "
+                f"{self.comm.name!r} ({self.comm.size} ranks) is {tuple(self._shard)}: give it `Placement.shard`'s"
+            )
         if x.dim() == 0 or x.shape[-1] != length:
             ranks = "" if length == self.in_features else f" / {self.comm.size} ranks"
             raise LayoutError(
@@ -133,7 +139,7 @@ class ColumnParallelLinear(_ParallelLinear):
         bias: bool = True,
         init: Init | None = None,
         dtype: torch.dtype | None = None,
-        parts: Parts | None = None,
+        parts: Parts = None,
         gather_output: bool = False,
         return_bias: bool = False,
         sequence_dim: int | None = None,
@@ -172,6 +178,7 @@ class ColumnParallelLinear(_ParallelLinear):
         self.placements = {"weight": placement, "bias": placement}
         weight, full_bias = _draw(in_features, out_features, bias, init, dtype)
         self.weight = keep_shard(weight, placement, comm)
+        self._shard = self.weight.shape
         self.register_parameter("bias", None if full_bias is None else keep_shard(full_bias, placement, comm))
         self._padding = placement.padding(comm.rank, comm.size)
 
@@ -181,7 +188,7 @@ class ColumnParallelLinear(_ParallelLinear):
         linear: nn.Linear,
         comm: Communicator,
         *,
-        parts: Parts | None = None,
+        parts: Parts = None,
         gather_output: bool = False,
         sequence_dim: int | None = None,
     ) -> ColumnParallelLinear:
@@ -258,7 +265,7 @@ class RowParallelLinear(_ParallelLinear):
         bias: bool = True,
         init: Init | None = None,
         dtype: torch.dtype | None = None,
-        parts: Parts | None = None,
+        parts: Parts = None,
         split_input: bool = False,
         return_bias: bool = False,
         sequence_dim: int | None = None,
@@ -286,6 +293,7 @@ class RowParallelLinear(_ParallelLinear):
         }
         weight, full_bias = _draw(in_features, out_features, bias, init, dtype)
         self.weight = keep_shard(weight, placement, comm)
+        self._shard = self.weight.shape
         self.register_parameter("bias", None if full_bias is None else keep_shard(full_bias, Placement(), comm))
 
     @classmethod
@@ -294,7 +302,7 @@ class RowParallelLinear(_ParallelLinear):
         linear: nn.Linear,
         comm: Communicator,
         *,
-        parts: Parts | None = None,
+        parts: Parts = None,
         split_input: bool = False,
         sequence_dim: int | None = None,
     ) -> RowParallelLinear:
@@ -351,14 +359,14 @@ def keep_shard(full: Tensor, placement: Placement, comm: Communicator) -> nn.Par
     return nn.Parameter(placement.shard(full, comm.rank, comm.size).clone(memory_format=torch.contiguous_format))
 
 
-def _placement(layer: _ParallelLinear, dim: int, size: int, parts: Parts | None) -> Placement:
+def _placement(layer: _ParallelLinear, dim: int, size: int, parts: Parts) -> Placement:
     """Return how the weight is cut along `dim`, whose whole size is `size`. Raises LayoutError."""
     what = f"{type(layer).__name__}: {layer._cut}"
     over = f"{what} over axis {layer.comm.name!r}"
     if parts is None:
         divide(size, layer.comm.size, over)
         return Placement(dim)
-    listed = [part if isinstance(part, Part) else Part(part) for part in parts]
+    listed = as_parts(parts) or ()
     sizes = [part.size for part in listed]
     if sum(sizes) != size:
         raise LayoutError(f"{what}={size} is not the sum {sum(sizes)} of parts={tuple(sizes)}: let the two agree")

@@ -15,7 +15,7 @@ from engine.tensor_parallel.styles import Plan
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a component that is a number
 
 
-def describe(plan: Plan, module: nn.Module, size: int) -> str:
+def describe(plan: Plan, module: nn.Module, size: int = 2) -> str:
     """Return a table of what `parallelize` with `plan` makes of `module` over `size` ranks: a line for each parameter,
     with its whole shape, a rank's, and how it lies there; then the attributes that change. Layers that are alike, whose
     names differ in their first number, share a line.

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from engine.comm.communicator import Communicator
+from engine.errors import LayoutError
 from engine.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 
 _Layer = TypeVar("_Layer", ColumnParallelLinear, RowParallelLinear)
@@ -24,6 +25,7 @@ class ColumnParallelConv1D(ColumnParallelLinear):
         return _stored_transposed(cls.from_linear(_as_linear(conv), comm, **options))
 
     def matrix(self) -> Tensor:
+        """Return the (local out, local in) matrix that forward multiplies with."""
         return self.weight.t()
 
 
@@ -36,12 +38,19 @@ class RowParallelConv1D(RowParallelLinear):
         return _stored_transposed(cls.from_linear(_as_linear(conv), comm, **options))
 
     def matrix(self) -> Tensor:
+        """Return the (local out, local in) matrix that forward multiplies with."""
         return self.weight.t()
 
 
 def _as_linear(conv: nn.Module) -> nn.Linear:
     """Return a linear layer that looks at the same values."""
     weight, bias = conv.get_parameter("weight"), conv.get_parameter("bias")
+    declared = (getattr(conv, "nx", weight.shape[0]), getattr(conv, "nf", weight.shape[1]))
+    if tuple(weight.shape) != declared:
+        raise LayoutError(
+            f"from_conv1d: the weight has shape {tuple(weight.shape)}, but the layer declares {declared}: give a whole "
+            f"Conv1D"
+        )
     linear = nn.Linear(weight.shape[0], weight.shape[1], device="meta")
     linear.weight = nn.Parameter(weight.detach().t(), weight.requires_grad)
     linear.bias = bias
@@ -53,4 +62,5 @@ def _stored_transposed(layer: _Layer) -> _Layer:
     assert placement.dim is not None
     layer.placements = {**layer.placements, "weight": replace(placement, dim=1 - placement.dim)}
     layer.weight = nn.Parameter(layer.weight.detach().t().contiguous(), layer.weight.requires_grad)
+    layer._shard = layer.weight.shape
     return layer

@@ -11,8 +11,9 @@ from torch import nn
 
 from engine.comm.checks import fingerprint
 from engine.comm.mesh import Mesh
+from engine.device import exact_dtype
 from engine.errors import UsageError, did_you_mean
-from engine.placement import Placement, StageModule, ties_of
+from engine.placement import REPLICATED, Placement, StageModule, ties_of
 
 Named = tuple[str, nn.Parameter]
 # Their update of an element depends on other elements, or they need gradients that a bucket does not carry.
@@ -182,6 +183,36 @@ def check_shards(mesh: Mesh, placements: Mapping[str, Placement], named: Sequenc
                 f"{name!r} is cut over the tensor axis, but its shards are equal on all {mesh.tensor.size} ranks: it "
                 f"was initialised after the cut; pass init= to the layer, which fills the full weight"
             )
+
+
+def check_replicas(mesh: Mesh, placements: Mapping[str, Placement], named: Sequence[Named]) -> None:
+    """Refuse, on every rank, gradients of replicated parameters that are not equal on all tensor ranks: the sign of one
+    that each uses on its own part of the work, and nobody declared so. With `mesh.checks` only.
+
+    Compared are norm and sum, to a thousandth: less than what a part is off by, more than rounding.
+    """
+    if mesh.tensor.size == 1 or mesh.planned:
+        return
+    own = torch.zeros(len(named), 2, dtype=exact_dtype(mesh.device), device=mesh.device)
+    for place, (name, p) in enumerate(named):
+        if placements[name] == REPLICATED and p.numel() and p.grad is not None and not p.grad.is_sparse:
+            gradient = p.grad.to(own.dtype)
+            own[place] = torch.stack([gradient.norm(), gradient.sum() / p.numel() ** 0.5])
+    found = mesh.tensor.all_gather(own.unsqueeze(0))  # (tensor ranks, parameters, 2)
+    scale = found[:, :, 0].amax(0)
+    apart = (found - found[0]).abs().amax(dim=(0, 2)) > 1e-3 * scale + 1e-9 * scale.amax()
+    wrong = [(name, found[:, place, 0].tolist()) for place, (name, _) in enumerate(named) if apart[place]]
+    if not mesh.world.any(bool(wrong)):
+        return
+    if not wrong:
+        raise UsageError("a gradient of another rank differs over its tensor axis: see its error")
+    name, norms = wrong[0]
+    raise UsageError(
+        f"the gradient of {name!r} differs between the ranks of axis 'tensor' (norms "
+        f"{', '.join(f'{norm:.4g}' for norm in norms)}), which hold it alike, as its placement says: if each uses it on "
+        f"a part of the work, as norms do under sequence parallel, declare it with "
+        f"engine.placement.replicated(module, gradient='sum')"
+    )
 
 
 def check_ties(mesh: Mesh, model: nn.Module, groups: Sequence[tuple[dict[str, Any], list[Named]]]) -> None:

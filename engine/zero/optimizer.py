@@ -23,7 +23,7 @@ from engine.comm.work import Work
 from engine.errors import UsageError
 from engine.placement import Tied, placements_of, ties_of
 from engine.zero.buckets import FlatBucket
-from engine.zero.groups import Named, agreed_groups, check_shards, options_of
+from engine.zero.groups import Named, agreed_groups, check_replicas, check_shards, options_of
 from engine.zero.norm import clip_factor, global_norm
 from engine.zero.plan import ParameterInfo, plan_buckets
 from engine.zero.sharing import SharedParameters
@@ -127,6 +127,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 f"max_norm={max_norm!r}: gradients are clipped to a norm above 0; None leaves them as they are"
             )
         self._check_parameters()
+        if self._mesh.checks:
+            check_replicas(self._mesh, self._placements, self._named)
         for bucket in self._buckets:
             bucket.adopt_gradients()
         self._sum_partial()
