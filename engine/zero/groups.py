@@ -209,8 +209,8 @@ def check_replicas(mesh: Mesh, placements: Mapping[str, Placement], named: Seque
     name, norms = wrong[0]
     raise UsageError(
         f"the gradient of {name!r} differs between the ranks of axis 'tensor' (norms "
-        f"{', '.join(f'{norm:.4g}' for norm in norms)}), which hold it alike, as its placement says: if each uses it on "
-        f"a part of the work, as norms do under sequence parallel, declare it with "
+        f"{', '.join(f'{norm:.4g}' for norm in norms)}), which hold it alike, as its placement says: if each uses it "
+        f"on a part of the work, as norms do under sequence parallel, declare it with "
         f"engine.placement.replicated(module, gradient='sum')"
     )
 
