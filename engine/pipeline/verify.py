@@ -48,6 +48,11 @@ def check_plan(plan: Plan, stages: Stages, microbatches: int) -> None:
         given = f"{len(plan)} lists" if isinstance(plan, Sequence) else f"a {type(plan).__name__}"
         raise UsageError(f"a schedule gives a list of actions for each of the {stages.ranks} ranks, not {given}")
     for rank, actions in enumerate(plan):
+        if not isinstance(actions, Sequence):
+            raise UsageError(
+                f"rank {rank}: its actions are a {type(actions).__name__}, not a list of Compute(kind, "
+                f"stage, microbatch)"
+            )
         done = {(stage, i): _NOTHING for stage in stages.on(rank) for i in range(microbatches)}
         for number, action in enumerate(actions):
             if not isinstance(action, Compute) or action.kind not in KINDS:
