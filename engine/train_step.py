@@ -195,7 +195,7 @@ class TrainStep:
         apart = next((a for each in actions for a in each if a.kind == "weight_gradient"), None)
         if apart is not None:
             raise UsageError(
-                f"the schedule has a {apart} apart from its input gradient, which TrainStep cannot do yet: list a "
+                f"the schedule has a {apart}, apart from its input gradient, which TrainStep cannot do yet: list a "
                 f"`backward` in place of the two"
             )
         return program, actions if callable(schedule) else schedule
