@@ -20,7 +20,7 @@ from engine.pipeline.schedules import one_f_one_b
 from examples.gpt.model import GPTConfig, gpt_layers, next_token_loss
 from tests.plain_gpt import plain_gpt, train_plain
 from tests.test_parity import ADAMW, TOLERANCE, worst_error
-from tests.world import World, refusals
+from tests.world import World, WorldError, refusals
 
 SIZES = {"layers": 6, "hidden": 8, "heads": 2, "sequence": 4, "vocabulary": 12}
 STEPS = 2
@@ -290,6 +290,35 @@ def test_a_plain_state_loads_into_chunks_and_any_number_of_rows_is_evaluated(wor
         for n, loss in zip((0, 1, 3, 5), losses, strict=True):
             wanted = squared(plain(rows(n)[0]), rows(n)[1])[0].item() / max(n, 1)
             assert loss == pytest.approx(wanted, rel=1e-12)
+
+
+class Fails(nn.Module):
+    def __init__(self, layer: int):
+        super().__init__()
+        self.layer, self.calls = layer, 0
+        self.linear = nn.Linear(4, 4, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.layer == 2 and self.calls == 6:
+            raise ZeroDivisionError("planted in the forward of one stage")
+        return self.linear(x)
+
+
+def train_until_one_fails(mesh: engine.Mesh) -> None:
+    model = PipelineModel([LayerSpec(Fails, i) for i in range(4)], mesh, balance="uniform", chunks=2)
+    optimizer = engine.zero.ZeroOptimizer(model, torch.optim.SGD, mesh, lr=0.1)
+    step = engine.TrainStep(model, optimizer, squared, mesh, microbatches=4, schedule="interleaved")
+    for seed in range(3):
+        step(*rows(8, seed))
+
+
+def test_one_rank_that_raises_while_sends_are_under_way_ends_all(world: World) -> None:
+    with pytest.raises(WorldError) as caught:
+        world.run(Layout(pipeline=2), train_until_one_fails, timeout=25)
+    assert caught.value.cause == 0
+    assert "planted in the forward of one stage" in caught.value.reports[0]
+    assert "CommunicationError: rank" in caught.value.reports[1]
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------------

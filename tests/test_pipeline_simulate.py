@@ -81,24 +81,24 @@ def times(timeline: Timeline, rank: int) -> list[tuple[str, float, float]]:
 
 
 def test_messages_and_uneven_stages_take_what_they_cost() -> None:
-    # F0 to 1, its message to 1.5, F1 of stage 1 to 4.5, B to 6.5, the gradient to 7, B of stage 0 to 10.
+    # F to 1, its message to 1.25, F of stage 1 to 4.25, B to 6.25, the gradient to 6.75, B of stage 0 to 9.75.
     stages = Stages(2)
-    costs = Costs(forward=[1, 3], input_gradient=[2, 1], weight_gradient=1, message=0.5)
+    costs = Costs(forward=[1, 3], input_gradient=[2, 1], weight_gradient=1, message=[0.5, 0.25])
     timeline = simulate(one_f_one_b(stages, 1), stages, 1, costs)
     assert times(timeline, 0) == [
         ("forward of stage 0, microbatch 0", 0, 1),
-        ("backward of stage 0, microbatch 0", 7, 10),
+        ("backward of stage 0, microbatch 0", 6.75, 9.75),
     ]
     assert times(timeline, 1) == [
-        ("forward of stage 1, microbatch 0", 1.5, 4.5),
-        ("backward of stage 1, microbatch 0", 4.5, 6.5),
+        ("forward of stage 1, microbatch 0", 1.25, 4.25),
+        ("backward of stage 1, microbatch 0", 4.25, 6.25),
     ]
     assert [(str(e.action), e.start, e.end) for e in timeline.messages] == [
-        ("activation for stage 1, microbatch 0, rank 0 to rank 1", 1, 1.5),
-        ("gradient for stage 0, microbatch 0, rank 1 to rank 0", 6.5, 7),
+        ("activation for stage 1, microbatch 0, rank 0 to rank 1", 1, 1.25),
+        ("gradient for stage 0, microbatch 0, rank 1 to rank 0", 6.25, 6.75),
     ]
-    assert (timeline.step, timeline.busy(0), timeline.busy(1)) == (10, 4, 5)
-    assert timeline.bubble == pytest.approx(float(1 - Fraction(9, 20)))
+    assert (timeline.step, timeline.busy(0), timeline.busy(1)) == (9.75, 4, 5)
+    assert timeline.bubble == pytest.approx(float(1 - Fraction(36, 78)))
 
 
 def test_a_message_moves_once_its_receive_is_posted() -> None:

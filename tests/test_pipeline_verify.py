@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -52,6 +53,14 @@ def test_every_schedule_of_up_to_8_ranks_4_chunks_17_microbatches_is_right() -> 
         "zero_bubble_v": (7 + 3) * 17,
     }
     assert sum(verified.values()) == 1870
+
+
+def test_h1_keeps_no_more_for_input_gradients_than_1f1b() -> None:
+    for ranks in range(1, 9):
+        for microbatches in range(1, 18):
+            for rank, actions in enumerate(zero_bubble(Stages(ranks), microbatches)):
+                waiting = [{"forward": 1, "input_gradient": -1}.get(action.kind, 0) for action in actions]
+                assert max(itertools.accumulate(waiting)) == min(microbatches, ranks - rank)
 
 
 SIZES = (st.integers(1, 24), st.integers(1, 6), st.integers(1, 70), st.sampled_from(PLACEMENTS))

@@ -26,9 +26,9 @@ class Costs:
     input_gradient: PerStage = 1.0
     weight_gradient: PerStage = 1.0
     """A backward takes an input gradient and a weight gradient."""
-    message: float = 0.0
-    """Time on the way of an activation or gradient between two ranks. Messages from one rank to another follow one
-    another.
+    message: PerStage = 0.0
+    """Time on the way between two ranks of an activation or gradient for the stage. Messages from one rank to another
+    follow one another.
     """
     activation: PerStage = 1.0
     """What a forward keeps for its backward."""
@@ -90,8 +90,8 @@ def simulate(plan: Plan, stages: Stages, microbatches: int, costs: Costs | None 
             return costs.of("input_gradient", action.stage) + costs.of("weight_gradient", action.stage)
         return costs.of(action.kind, action.stage)
 
-    def transfer(_: Message) -> float:
-        return costs.message
+    def transfer(message: Message) -> float:
+        return costs.of("message", message.stage)
 
     computed, messages = rendezvous.run(verify(plan, stages, microbatches), duration, transfer)
     return Timeline(stages, tuple(map(tuple, computed)), tuple(messages), tuple(_most(each, costs) for each in plan))
