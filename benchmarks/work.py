@@ -12,7 +12,7 @@ from typing import Any
 
 from engine.errors import LayoutError, UsageError, did_you_mean
 from engine.layout import AXES, Layout
-from engine.pipeline.schedule import schedule_named
+from engine.pipeline.schedules import schedule_named
 
 
 @dataclass(frozen=True)

@@ -203,9 +203,9 @@ class Tied:
     canonical: str
     """Full name of the first layer's parameter."""
     stages: tuple[int, ...]
-    """Pipeline stages that hold a copy, ascending; the first owns it."""
+    """Ranks of the pipeline axis that hold a copy. The first has the first layer, and owns it; the others ascend."""
     name: str
-    """Full name of the copy on this stage."""
+    """Full name of the first copy on this rank."""
 
 
 def cut(dim: int, parts: Sequence[Part], size: int) -> Placement:

@@ -23,12 +23,15 @@ from engine.device import exact_dtype, random_stream, stream_seed
 from engine.errors import LayoutError, UsageError
 from engine.pipeline import PipelineModel
 from engine.pipeline.executor import Around, Executor, Microbatch
-from engine.pipeline.schedule import Compute, Schedule, forward_only, program, schedule_named
+from engine.pipeline.schedule import Compute, Program, Schedule, forward_only, programs
+from engine.pipeline.schedules import SCHEDULES, schedule_named
+from engine.pipeline.verify import verify
 from engine.tensor_parallel.random import name_dropouts
 from engine.zero import ZeroOptimizer
 
 Loss = Callable[[Any, Any], tuple[Tensor, Any]]
 _PLAIN = (bool, int, float, str, type(None))
+_RUN = ("1f1b", "gpipe", "interleaved")
 
 
 @dataclass(frozen=True)
@@ -66,14 +69,18 @@ class TrainStep:
         mesh: Mesh,
         *,
         microbatches: int = 1,
-        schedule: str = "1f1b",
+        schedule: str | Schedule = "1f1b",
         clip_grad_norm: float | None = None,
     ) -> None:
         """model: a PipelineModel, or any module where pipeline = 1. loss(output, target): returns (sum, count), a 0-d
         sum over the rows it counts and how many those are (a number or 0-d tensor). microbatches: equal parts of this
-        data rank's rows, run one by one. clip_grad_norm: clip gradients to this global 2-norm.
+        data rank's rows, run one by one. schedule: `1f1b`, `gpipe` or, for a model with chunks in a loop,
+        `interleaved`; or a function (stages, microbatches) -> for each rank, its `Compute`s in order, see
+        `engine.pipeline.schedule`. clip_grad_norm: clip gradients to this global 2-norm.
 
-        Raises UsageError on every rank for options that cannot work or differ between the ranks.
+        Raises UsageError on every rank, before anything is sent, for options that cannot work or differ between the
+        ranks, and for a schedule that cannot run, with the action at fault; LayoutError for a schedule that does not
+        fit the model's chunks.
         """
         if not isinstance(microbatches, int) or isinstance(microbatches, bool) or microbatches < 1:
             raise UsageError(f"microbatches={microbatches!r}: a step has at least 1")
@@ -88,12 +95,13 @@ class TrainStep:
             )
         if optimizer.model is not model:
             raise UsageError("the optimizer was built over another model: pass ZeroOptimizer the model of this step")
-        self._schedule: Schedule = schedule_named(schedule)
-        options = {"microbatches": microbatches, "schedule": schedule, "clip_grad_norm": clip_grad_norm}
-        mesh.world.check_equal("TrainStep's options", options)
         self.model, self.optimizer, self.loss, self.mesh = model, optimizer, loss, mesh
         self.microbatches, self.clip_grad_norm = microbatches, clip_grad_norm
         self._executor = Executor(model, mesh.pipeline, mesh.device)
+        self._training, named = self._planned(schedule)
+        self._evaluations: dict[int, Program] = {}
+        options = {"microbatches": microbatches, "schedule": named, "clip_grad_norm": clip_grad_norm}
+        mesh.world.check_equal("TrainStep's options", options)
         self.steps = 0
         dropouts = name_dropouts(model)
         self._streams = list(dict.fromkeys(dropout.streams for dropout in dropouts.values()))
@@ -126,7 +134,7 @@ class TrainStep:
             return total
 
         with self._random_stream("step"), torch.enable_grad():
-            self._run(self._schedule, batches, finish, self._place_streams(_rows(inputs, targets)))
+            self._executor.run(self._training, batches, finish, self._place_streams(_rows(inputs, targets)))
         self.steps += 1
         loss, tokens = self._share(sums)
         divisor = torch.where(tokens == 0, torch.ones_like(tokens), tokens)
@@ -149,7 +157,7 @@ class TrainStep:
             return total
 
         with self._evaluating():
-            self._run(forward_only, batches, finish)
+            self._executor.run(self._forwards(len(batches)), batches, finish)
         value, tokens = self._share(sums)
         return Evaluation(loss=value, tokens=tokens)
 
@@ -169,9 +177,9 @@ class TrainStep:
             return output
 
         with self._evaluating():
-            self._run(forward_only, batches, finish)
+            self._executor.run(self._forwards(len(batches)), batches, finish)
             pipeline = self.mesh.pipeline
-            last = pipeline.size - 1
+            last = self._executor.last_rank
             wrong = next((type(output).__name__ for output in outputs if not isinstance(output, Tensor)), None)
             joined = torch.cat(outputs) if outputs and wrong is None else None
             told = pipeline.broadcast_object(wrong if joined is None else (joined.shape, joined.dtype), last)
@@ -183,15 +191,32 @@ class TrainStep:
 
     # ---- inside ----------------------------------------------------------------------------------------------------
 
-    def _run(
-        self,
-        schedule: Schedule,
-        batches: Sequence[Microbatch],
-        finish: Callable[[Any, int], Tensor],
-        around: Around = lambda _: nullcontext(),
-    ) -> None:
-        pipeline = self.mesh.pipeline
-        self._executor.run(program(schedule, pipeline.size, len(batches), pipeline.rank), batches, finish, around)
+    def _planned(self, schedule: str | Schedule) -> tuple[Program, object]:
+        """Return this rank's program of a step, verified, and what tells schedules apart."""
+        if isinstance(schedule, str) and schedule in SCHEDULES and schedule not in _RUN:
+            raise UsageError(
+                f"schedule={schedule!r} computes weight gradients apart from input gradients, which TrainStep cannot "
+                f"do yet: choose {', '.join(_RUN)}"
+            )
+        plan = schedule if callable(schedule) else schedule_named(schedule, among=_RUN)
+        stages = self._executor.virtual
+        actions = plan(stages, self.microbatches)
+        program = verify(actions, stages, self.microbatches)[self.mesh.pipeline.rank]
+        apart = next((a for each in actions for a in each if a.kind == "weight_gradient"), None)
+        if apart is not None:
+            raise UsageError(
+                f"the schedule has a {apart}, apart from its input gradient, which TrainStep cannot do yet: list a "
+                f"`backward` in place of the two"
+            )
+        return program, actions if callable(schedule) else schedule
+
+    def _forwards(self, microbatches: int) -> Program:
+        """Return this rank's program of an evaluation."""
+        if microbatches not in self._evaluations:
+            stages = self._executor.virtual
+            derived = programs(forward_only(stages, microbatches), stages)
+            self._evaluations[microbatches] = derived[self.mesh.pipeline.rank]
+        return self._evaluations[microbatches]
 
     def _call_loss(self, loss: Loss, output: Any, target: Any) -> tuple[Tensor, Any]:
         result = loss(output, target)

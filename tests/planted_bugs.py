@@ -128,7 +128,7 @@ BUGS = (
     Bug(
         "a microbatch's gradient sent for another",
         "engine/pipeline/executor.py",
-        "source = self.inputs.pop(message.microbatch)",
+        "source = self.inputs.pop(key)",
         "source = self.inputs.pop(max(self.inputs))",
     ),
     Bug(

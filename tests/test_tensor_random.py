@@ -28,7 +28,6 @@ from engine.comm.autograd import (
     split_all_gather,
 )
 from engine.errors import DtypeError, EngineError, UsageError
-from engine.pipeline.schedule import Compute
 from engine.placement import replicated
 from engine.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from engine.tensor_parallel.random import Dropout, Streams, name_dropouts
@@ -282,7 +281,7 @@ class PlainBlock(nn.Module):
 class Case:
     layout: Layout
     microbatches: int = 1
-    gpipe: bool = False
+    schedule: str = "1f1b"
     sequence: bool = False
     recompute: bool | None = None
     """use_reentrant of torch's checkpoint."""
@@ -290,7 +289,7 @@ class Case:
     def __str__(self) -> str:
         size = f"d{self.layout.data}p{self.layout.pipeline}t{self.layout.tensor}"
         again = {None: "", True: "-reentrant", False: "-recompute"}[self.recompute]
-        return f"{size}-m{self.microbatches}{'-gpipe' * self.gpipe}{'-sequence' * self.sequence}{again}"
+        return f"{size}-m{self.microbatches}{f'-{self.schedule}' * (self.schedule != '1f1b')}{'-sequence' * self.sequence}{again}"
 
 
 CASES = [
@@ -305,9 +304,10 @@ CASES = [
     Case(Layout(data=4), recompute=True),
     Case(Layout(pipeline=2)),
     Case(Layout(pipeline=2), 2),
-    Case(Layout(pipeline=2), 4, gpipe=True, recompute=False),
+    Case(Layout(pipeline=2), 4, "gpipe", recompute=False),
+    Case(Layout(pipeline=2), 2, "interleaved", recompute=False),
     Case(Layout(data=2, tensor=2), 2, sequence=True),
-    Case(Layout(pipeline=2, tensor=2), 2, gpipe=True),
+    Case(Layout(pipeline=2, tensor=2), 2, "gpipe"),
     Case(Layout(pipeline=2, tensor=2), 4, sequence=True, recompute=True),
     Case(Layout(data=2, pipeline=2, tensor=2), 2, recompute=False),
 ]
@@ -327,17 +327,11 @@ def build(mesh: engine.Mesh, case: Case, mode: str, sgd: bool = False) -> engine
     streams = Streams(mesh.tensor, seed=mesh.seed, mode=mode)
     blocks = [LayerSpec(Block, streams, case.sequence, case.recompute) for _ in range(2)]
     first, last = (LayerSpec(layer, mesh.tensor, case.sequence) for layer in (First, Last))
-    model = engine.PipelineModel([first, *blocks, last], mesh, balance="uniform")
+    chunks = 2 if case.schedule == "interleaved" else 1
+    model = engine.PipelineModel([first, *blocks, last], mesh, balance="uniform", chunks=chunks)
     optimizer = engine.zero.ZeroOptimizer(model, torch.optim.SGD if sgd else torch.optim.AdamW, mesh, lr=1e-2)
-    step = engine.TrainStep(model, optimizer, squared, mesh, microbatches=case.microbatches)
-    if case.gpipe:
-        step._schedule = gpipe
-    return step
-
-
-def gpipe(stages: int, microbatches: int) -> list[list[Compute]]:
-    """All forwards, then all backwards: every microbatch's numbers are asked for again after all others'."""
-    return [[Compute(kind, i) for kind in ("forward", "backward") for i in range(microbatches)]] * stages
+    options = {"microbatches": case.microbatches, "schedule": case.schedule}
+    return engine.TrainStep(model, optimizer, squared, mesh, **options)
 
 
 def train(mesh: engine.Mesh, case: Case, mode: str, cuts: tuple[int, ...] = ()) -> dict[str, Any]:

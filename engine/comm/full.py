@@ -29,7 +29,7 @@ def full_entries(local: Mapping[str, Tensor], placements: Mapping[str, Placement
 def full_tensors(
     local: Mapping[str, Tensor], placements: Mapping[str, Placement], mesh: Mesh, *, rank: int | None = None
 ) -> dict[str, Tensor]:
-    """Return independent CPU copies of all stages' tensors at full size, in stage order; with `rank`, an empty dict
+    """Return independent CPU copies of all stages' tensors at full size, in layer order; with `rank`, an empty dict
     elsewhere.
 
     `local`: this stage's tensors, of this rank's shard shapes, equal over the data axis. Every rank of the mesh must
@@ -45,6 +45,9 @@ def full_tensors(
             mesh.pipeline.broadcast(whole, stage)
             if rank is None or rank == mesh.rank:
                 full[name] = whole.cpu()
+    if mesh.pipeline.size > 1:
+        # A rank may hold layers from several places of the model. Of a pipeline, names begin with the layer's number.
+        full = dict(sorted(full.items(), key=lambda item: int(item[0].partition(".")[0])))
     return full
 
 

@@ -1,12 +1,13 @@
-"""Runs a pipeline program: interprets its instructions over one stage's module, and nothing else.
+"""Runs a pipeline program: interprets its instructions over one rank's stages, and nothing else.
 
-It decides no order: `schedule.program` did. It keeps the activations between a microbatch's forward and its backward,
+It decides no order: `schedule.programs` did. It keeps the activations between a microbatch's forward and its backward,
 and announces an activation's shape once: all pipeline ranks see the same inputs, so equal inputs mean a shape that
 both sides know already.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -17,8 +18,10 @@ from torch import Tensor, nn
 
 from engine.comm.autograd import apply
 from engine.comm.communicator import Communicator
+from engine.comm.work import Work
 from engine.errors import UsageError
-from engine.pipeline.schedule import Compute, Exchange, Instruction, Message
+from engine.pipeline.layers import PipelineModel
+from engine.pipeline.schedule import Compute, Exchange, Instruction, Message, Stages
 
 _DTYPES = (
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
@@ -49,16 +52,22 @@ class Microbatch:
 
 LossTotal = Callable[[Any, int], Tensor]
 Around = Callable[[Compute], AbstractContextManager[None]]
+Key = tuple[int, int]
+"""A virtual stage and a microbatch."""
 
 
 class Executor:
-    """Runs programs over one stage. One for each model; remembers the shapes that were announced."""
+    """Runs programs over one rank's stages. One for each model; remembers the shapes that were announced."""
 
     def __init__(self, module: nn.Module, comm: Communicator, device: torch.device) -> None:
-        """comm: the pipeline axis, whose rank is the stage."""
+        """module: a PipelineModel, or with pipeline = 1 any. comm: the pipeline axis."""
         self.module, self.comm, self.device = module, comm, device
-        self._incoming: dict[object, TensorMeta] = {}
-        self._outgoing: dict[object, TensorMeta] = {}
+        self.virtual, self.parts = Stages(1), dict[int, Callable[..., Any]]({0: module})
+        if isinstance(module, PipelineModel):
+            self.virtual, self.parts = module.virtual, module.parts()
+        # By virtual stage, so that both sides of each boundary store the same in the same order.
+        self._incoming: dict[int, dict[object, TensorMeta]] = defaultdict(dict)
+        self._outgoing: dict[int, dict[object, TensorMeta]] = defaultdict(dict)
 
     def run(
         self,
@@ -70,7 +79,7 @@ class Executor:
         """Execute `program`. `finish(output, i)`: called on the last stage with microbatch i's output; returns what
         backward starts from. `around(action)`: a context for each forward and backward.
 
-        Every rank of the pipeline axis must run the program of its stage, over microbatches of equal shapes.
+        Every rank of the pipeline axis must run its program of one plan, over microbatches of equal shapes.
         Gradients are added to the parameters' own. Raises CommunicationError when a peer fails.
         """
         state = _Run(self, microbatches, finish)
@@ -85,42 +94,50 @@ class Executor:
                     state.backward(instruction)
 
     @property
-    def is_first(self) -> bool:
-        """Whether this stage takes the inputs."""
-        return self.comm.rank == 0
+    def last_rank(self) -> int:
+        """The rank of the pipeline axis that computes the loss."""
+        return self.virtual.rank_of(self.virtual.count - 1)
 
     @property
     def is_last(self) -> bool:
-        """Whether this stage computes the loss."""
-        return self.comm.rank == self.comm.size - 1
+        """Whether this rank computes the loss."""
+        return self.comm.rank == self.last_rank
 
-    def announce(self, key: object, output: Tensor, peer: int) -> TensorMeta:
-        """Tell `peer` an output's shape the first time, and check it against what was told after that."""
+    def announce(self, key: object, output: Tensor, message: Message, later: list[Work] | None) -> TensorMeta:
+        """Tell the receiver an output's shape the first time, and check it against what was told after that. With
+        `later`, what is sent is put there to be waited for.
+        """
         meta = TensorMeta(tuple(output.shape), output.dtype, output.requires_grad)
-        known = self._outgoing.get(key)
+        outgoing = self._outgoing[message.stage]
+        known = outgoing.get(key)
         if known is None:
-            self.comm.send(_encode(meta, self.device), peer)
-            _remember(self._outgoing, key, meta)
+            header = _encode(meta, self.device)
+            if later is None:
+                self.comm.send(header, message.receiver)
+            else:
+                later.append(self.comm.exchange(sends=[(header, message.receiver)], async_op=True))
+            _remember(outgoing, key, meta)
         elif known != meta:
             raise UsageError(
-                f"stage {self.comm.rank}: for inputs of these shapes the output was {known} before and is {meta} now: "
-                f"what crosses a stage may depend on the inputs' shapes and plain values, not on tensors' values, on "
-                f"other objects, or on what was frozen since"
+                f"stage {message.stage - 1}: for inputs of these shapes the output was {known} before and is {meta} "
+                f"now: what crosses a stage may depend on the inputs' shapes and plain values, not on tensors' values, "
+                f"on other objects, or on what was frozen since"
             )
         return meta
 
-    def learn(self, key: object, peer: int) -> TensorMeta:
-        """Return the shape that `peer` announced for inputs like these; receive the announcement the first time."""
-        meta = self._incoming.get(key)
+    def learn(self, key: object, message: Message) -> TensorMeta:
+        """Return the shape that was announced for inputs like these; receive the announcement the first time."""
+        incoming = self._incoming[message.stage]
+        meta = incoming.get(key)
         if meta is None:
             header = torch.empty(_MAX_DIMS + 3, dtype=torch.int32, device=self.device)
-            meta = _decode(self.comm.recv(header, peer))
-            _remember(self._incoming, key, meta)
+            meta = _decode(self.comm.recv(header, message.sender))
+            _remember(incoming, key, meta)
         return meta
 
-    def knows(self, key: object) -> bool:
+    def knows(self, key: object, message: Message) -> bool:
         """Whether the shape of the activation that comes for these inputs is known."""
-        return key in self._incoming
+        return key in self._incoming[message.stage]
 
 
 class _Enter(torch.autograd.Function):
@@ -142,85 +159,125 @@ class _Run:
 
     def __init__(self, executor: Executor, microbatches: Sequence[Microbatch], finish: LossTotal) -> None:
         self.executor, self.microbatches, self.finish = executor, microbatches, finish
-        self.inputs: dict[int, Tensor] = {}  # received activations, leaves of this stage's graph
-        self.outputs: dict[int, Tensor] = {}
-        self.gradients: dict[int, Tensor] = {}  # received, of the outputs
-        self.metas: dict[int, TensorMeta] = {}
+        self.inputs: dict[Key, Tensor] = {}  # received activations, leaves of their stage's graph
+        self.outputs: dict[Key, Tensor] = {}
+        self.gradients: dict[Key, Tensor] = {}  # received, of the outputs
+        self.metas: dict[Key, TensorMeta] = {}
+        self.works: dict[Message, list[Work]] = {}  # sends that are waited for later
         kind = executor.device.type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         self.mode = (torch.is_grad_enabled(), autocast)  # what an output's kind depends on besides its inputs
 
     def forward(self, action: Compute) -> None:
-        i, batch = action.microbatch, self.microbatches[action.microbatch]
-        if self.executor.is_first:
-            output = self.executor.module(*batch.args, **batch.kwargs)
+        stage, i, batch = action.stage, action.microbatch, self.microbatches[action.microbatch]
+        part = self.executor.parts[stage]
+        if stage == 0:
+            output = part(*batch.args, **batch.kwargs)
         else:
-            received = self.inputs[i] if torch.is_grad_enabled() else self.inputs.pop(i)
-            output = self.executor.module(apply(_Enter, received))
-        if self.executor.is_last:
+            received = self.inputs[stage, i] if torch.is_grad_enabled() else self.inputs.pop((stage, i))
+            output = part(apply(_Enter, received))
+        if stage == self.executor.virtual.count - 1:
             output = self.finish(output, i)
         elif not isinstance(output, Tensor):
             raise UsageError(
-                f"stage {self.executor.comm.rank}: the last layer of a stage must return one tensor, "
-                f"not {type(output).__name__}"
+                f"stage {stage}: the last layer of a stage must return one tensor, not {type(output).__name__}"
             )
-        self.outputs[i] = output
+        elif stage + 1 in self.executor.parts:
+            # A copy, as a message makes one: the next layer may change it in place.
+            self.inputs[stage + 1, i] = output.detach().clone().requires_grad_(output.requires_grad)
+            if not torch.is_grad_enabled():
+                return
+        self.outputs[stage, i] = output
 
     def backward(self, action: Compute) -> None:
-        i = action.microbatch
-        output, gradient = self.outputs.pop(i), self.gradients.pop(i, None)
+        key = (action.stage, action.microbatch)
+        output, gradient = self.outputs.pop(key), self.gradients.pop(key, None)
         if output.requires_grad:
             torch.autograd.backward([output], None if gradient is None else [gradient])
-        elif self.executor.is_last and self._is_trained(i):
+        elif action.stage == self.executor.virtual.count - 1 and self._is_trained(key):
             raise UsageError("the loss has no gradient, although parameters require one: it was detached on the way")
+        if action.stage - 1 in self.executor.parts:
+            own = self._input_gradient(key)
+            if own is not None:
+                self.gradients[action.stage - 1, action.microbatch] = own
 
-    def _is_trained(self, i: int) -> bool:
-        """Whether anything that this stage used for microbatch `i` requires a gradient."""
-        received = i in self.inputs and self.inputs[i].requires_grad
+    def _is_trained(self, key: Key) -> bool:
+        """Whether anything that this rank used for a microbatch requires a gradient."""
+        received = key in self.inputs and self.inputs[key].requires_grad
         return received or any(parameter.requires_grad for parameter in self.executor.module.parameters())
 
     def exchange(self, exchange: Exchange) -> None:
+        """Start the messages and wait. Where all that starts is waited for, as one batch; else sends start one by one,
+        to be waited for one by one, and receives, which are waited for here, follow.
+        """
         comm = self.executor.comm
-        sends = [
-            (tensor, message.peer) for message in exchange.sends if (tensor := self._outgoing(message)) is not None
-        ]
-        unknown = [m for m in exchange.receives if m.kind == "activation" and not self.executor.knows(self._key(m))]
+        if not {*exchange.receives, *exchange.sends} <= {*exchange.waits}:
+            self._start_sends(exchange.sends)
+            for message in exchange.receives:
+                if (tensor := self._incoming(message)) is not None:
+                    comm.recv(tensor, message.sender)
+            self._end_sends(exchange.waits)
+            return
+        self._end_sends(exchange.waits)
+        sends = [(tensor, m.receiver) for m in exchange.sends if (tensor := self._outgoing(m)) is not None]
+        unknown = [m for m in exchange.receives if m.kind == "activation" and not self.executor.knows(self._key(m), m)]
         if unknown:
             # Its shape comes first, and can only be waited for once what this stage owes is sent.
             comm.exchange(sends=sends)
             sends = []
-        receives = [(tensor, m.peer) for m in exchange.receives if (tensor := self._incoming(m)) is not None]
+        receives = [(tensor, m.sender) for m in exchange.receives if (tensor := self._incoming(m)) is not None]
         comm.exchange(sends=sends, recvs=receives)
+        self._sent(exchange.sends)
+
+    def _start_sends(self, messages: Sequence[Message]) -> None:
+        for message in messages:
+            works = self.works[message] = []
+            if (tensor := self._outgoing(message, works)) is not None:
+                works.append(self.executor.comm.exchange(sends=[(tensor, message.receiver)], async_op=True))
+
+    def _end_sends(self, messages: Sequence[Message]) -> None:
+        ended = [message for message in messages if message in self.works]
+        for message in ended:
+            for work in self.works.pop(message):
+                work.wait()
+        self._sent(ended)
+
+    def _sent(self, messages: Sequence[Message]) -> None:
         if not torch.is_grad_enabled():
-            for message in exchange.sends:
-                self.outputs.pop(message.microbatch, None)
+            for message in messages:
+                self.outputs.pop((message.stage - 1, message.microbatch), None)
 
     def _key(self, message: Message) -> object:
         return (self.microbatches[message.microbatch].signature, *self.mode)
 
-    def _outgoing(self, message: Message) -> Tensor | None:
+    def _outgoing(self, message: Message, later: list[Work] | None = None) -> Tensor | None:
         if message.kind == "activation":
-            output = self.outputs[message.microbatch]
-            self.metas[message.microbatch] = self.executor.announce(self._key(message), output, message.peer)
+            key = (message.stage - 1, message.microbatch)
+            output = self.outputs[key]
+            self.metas[key] = self.executor.announce(self._key(message), output, message, later)
             return output.detach()
-        source = self.inputs.pop(message.microbatch)
+        return self._input_gradient((message.stage + 1, message.microbatch))
+
+    def _input_gradient(self, key: Key) -> Tensor | None:
+        """Return the gradient of a stage's input, after its backward; None where it needs none."""
+        source = self.inputs.pop(key)
         if not source.requires_grad:
             return None
         return torch.zeros_like(source) if source.grad is None else source.grad
 
     def _incoming(self, message: Message) -> Tensor | None:
-        i = message.microbatch
+        key = (message.stage, message.microbatch)
         if message.kind == "activation":
-            meta = self.executor.learn(self._key(message), message.peer)
-            self.inputs[i] = torch.empty(meta.shape, dtype=meta.dtype, device=self.executor.device)
-            received = self.inputs[i].detach()
-            self.inputs[i].requires_grad_(meta.requires_grad)
+            meta = self.executor.learn(self._key(message), message)
+            self.inputs[key] = torch.empty(meta.shape, dtype=meta.dtype, device=self.executor.device)
+            received = self.inputs[key].detach()
+            self.inputs[key].requires_grad_(meta.requires_grad)
             return received
-        meta = self.metas.pop(i)
+        meta = self.metas.pop(key)
         if not meta.requires_grad:
             return None
-        self.gradients[i] = torch.empty(meta.shape, dtype=meta.dtype, device=self.executor.device)
-        return self.gradients[i]
+        self.gradients[key] = torch.empty(meta.shape, dtype=meta.dtype, device=self.executor.device)
+        return self.gradients[key]
 
 
 def _remember(known: dict[object, TensorMeta], key: object, meta: TensorMeta) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from engine.comm.mesh import Mesh
 from engine.device import random_stream, stream_seed
 from engine.errors import UsageError, did_you_mean
 from engine.pipeline import partition
+from engine.pipeline.schedule import Stages
 from engine.placement import StageModule, Tied, placements_of
 
 _BALANCES = ("compute", "uniform")
@@ -64,22 +66,33 @@ class LayerSpec:
 
 
 class PipelineModel(StageModule):
-    """This rank's stage of a list of layers. Each layer's output is the next one's only argument, as in nn.Sequential.
+    """This rank's stages of a list of layers. Each layer's output is the next one's only argument, as in nn.Sequential.
 
-    `layers`: the indices that live here. `ties`: the parameters that other stages hold too. Its forward runs this
-    stage's layers: with pipeline = 1 the whole model.
+    `virtual`: the virtual stages and their ranks. `stages`: the layers of each virtual stage. `layers`: the indices
+    that live here. `ties`: the parameters that other ranks hold too. Its forward runs this stage's layers: with
+    pipeline = 1 the whole model.
     """
 
-    def __init__(self, specs: Sequence[LayerSpec], mesh: Mesh, *, balance: str | Sequence[int] = "compute") -> None:
+    def __init__(
+        self,
+        specs: Sequence[LayerSpec],
+        mesh: Mesh,
+        *,
+        balance: str | Sequence[int] = "compute",
+        chunks: int = 1,
+        placement: str = "loop",
+    ) -> None:
         """Build this rank's layers on the CPU, under generators seeded by (mesh.seed, layer), and move them to
         mesh.device.
 
         balance: `compute` cuts by the elements of the parameters of two or more dims, embedding tables excepted, a
         tied head's included, or a spec's own `cost`; `uniform` by number of layers; a list by the number of layers
-        for each stage. Nothing is sent; every rank must pass the same specs.
+        for each stage. chunks: virtual stages on each rank, each a run of layers, for schedules that go through the
+        ranks several times; `balance` then cuts into pipeline x chunks stages. placement: `loop`, stage s is on rank s
+        mod pipeline, or `v`, there and back. Nothing is sent; every rank must pass the same specs.
 
-        Raises LayoutError when the layers do not fill the stages, UsageError for a wrong tie or a layer whose work
-        cannot be counted.
+        Raises LayoutError when the layers do not fill the stages, UsageError for a wrong tie, an unknown placement or a
+        layer whose work cannot be counted.
         """
         super().__init__()
         self.specs, self.mesh = tuple(specs), mesh
@@ -88,9 +101,10 @@ class PipelineModel(StageModule):
                 raise UsageError(
                     f"PipelineModel takes LayerSpecs, got {type(spec).__name__}: wrap it as LayerSpec(class, ...)"
                 )
-        self.stages = _cut(self.specs, mesh.layout.pipeline, balance)
+        self.virtual = Stages(mesh.layout.pipeline, chunks, placement)
+        self.stages = _cut(self.specs, self.virtual.count, balance)
         self.stage = mesh.coordinate.pipeline
-        self.layers = self.stages[self.stage]
+        self.layers = tuple(index for stage in self.virtual.on(self.stage) for index in self.stages[stage])
         for index in self.layers:
             self.add_module(str(index), _build(self.specs, index, mesh.seed))
         self.ties = self._tie()
@@ -98,17 +112,33 @@ class PipelineModel(StageModule):
 
     @property
     def is_first(self) -> bool:
-        """Whether this stage takes the inputs."""
-        return self.stage == 0
+        """Whether this rank takes the inputs."""
+        return self.virtual.rank_of(0) == self.stage
 
     @property
     def is_last(self) -> bool:
-        """Whether this stage gives the outputs."""
-        return self.stage == len(self.stages) - 1
+        """Whether this rank gives the outputs."""
+        return self.virtual.rank_of(self.virtual.count - 1) == self.stage
+
+    def parts(self) -> dict[int, Callable[..., Any]]:
+        """Return what runs each virtual stage that lives here; the first layer of one takes all arguments."""
+        if self.virtual.chunks == 1:
+            return {self.stage: self}
+        return {stage: partial(self._run, self.stages[stage]) for stage in self.virtual.on(self.stage)}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run this stage's layers in order; the first takes all arguments."""
-        first, *rest = (self.get_submodule(str(index)) for index in self.layers)
+        """Run this stage's layers in order; the first takes all arguments. Raises UsageError where they are of several
+        stages that do not follow one another.
+        """
+        if self.virtual.chunks > 1 and self.virtual.ranks > 1:
+            raise UsageError(
+                f"this rank's layers are of {self.virtual.chunks} stages, with other ranks' between them: run the "
+                f"model with TrainStep, or one stage with model.parts()[stage]"
+            )
+        return self._run(self.layers, *args, **kwargs)
+
+    def _run(self, layers: Sequence[int], *args: Any, **kwargs: Any) -> Any:
+        first, *rest = (self.get_submodule(str(index)) for index in layers)
         x = first(*args, **kwargs)
         for layer in rest:
             x = layer(x)
@@ -132,7 +162,7 @@ class PipelineModel(StageModule):
                 raise UsageError(
                     f"tied key {key!r} is on layer {indices[0]} ({self.specs[indices[0]]}) only: name the other too"
                 )
-            stages = tuple(s for s, run in enumerate(self.stages) if any(index in run for index in indices))
+            stages = self._holders(indices)
             here = [index for index in indices if index in self.layers]
             if not here:
                 continue
@@ -143,6 +173,13 @@ class PipelineModel(StageModule):
                 canonical, name = (f"{i}.{self.specs[i].tied[key]}" for i in (indices[0], here[0]))
                 ties.append(Tied(key, canonical, stages, name))
         return tuple(ties)
+
+    def _holders(self, indices: Sequence[int]) -> tuple[int, ...]:
+        """Return the ranks that hold any of the layers, the first layer's first, then ascending."""
+        ranks = [
+            self.virtual.rank_of(stage) for index in indices for stage, run in enumerate(self.stages) if index in run
+        ]
+        return (ranks[0], *sorted(set(ranks) - {ranks[0]}))
 
     def _first_layer(self, index: int) -> nn.Module:
         """Return layer `index`: the one that lives here, else a copy drawn once more from the same seed."""
