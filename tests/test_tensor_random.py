@@ -289,7 +289,8 @@ class Case:
     def __str__(self) -> str:
         size = f"d{self.layout.data}p{self.layout.pipeline}t{self.layout.tensor}"
         again = {None: "", True: "-reentrant", False: "-recompute"}[self.recompute]
-        return f"{size}-m{self.microbatches}{f'-{self.schedule}' * (self.schedule != '1f1b')}{'-sequence' * self.sequence}{again}"
+        schedule = "" if self.schedule == "1f1b" else f"-{self.schedule}"
+        return f"{size}-m{self.microbatches}{schedule}{'-sequence' * self.sequence}{again}"
 
 
 CASES = [
