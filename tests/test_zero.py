@@ -424,6 +424,8 @@ def changed_under_the_optimizer(mesh: engine.Mesh) -> list[str]:
         lambda model: model.load_state_dict(small_model().state_dict(), assign=True),
         lambda model: model[3].weight.requires_grad_(False),
         lambda model: model.load_state_dict(small_model().state_dict()),  # in place: allowed
+        lambda model: model.__setitem__(0, small_model()[0]),  # as `parallelize` exchanges a module
+        lambda model: model.append(torch.nn.Linear(2, 2, dtype=torch.float64)),
     ]
     texts = []
     for change in changes:
@@ -440,11 +442,13 @@ def changed_under_the_optimizer(mesh: engine.Mesh) -> list[str]:
 
 
 def test_a_parameter_that_was_cast_replaced_or_frozen_under_the_optimizer_is_refused(world: World) -> None:
-    for cast, replaced, frozen, in_place in world.run(Layout(data=2), changed_under_the_optimizer):
+    for cast, replaced, frozen, in_place, exchanged, added in world.run(Layout(data=2), changed_under_the_optimizer):
         assert "'0.weight' was moved, cast or replaced after ZeroOptimizer was built" in cast
         assert "'0.weight' was moved, cast or replaced" in replaced
         assert "'3.weight' was frozen after ZeroOptimizer was built" in frozen
         assert in_place == "no error"
+        assert "'0.weight' was moved, cast or replaced after ZeroOptimizer was built" in exchanged
+        assert "was added or unfrozen after ZeroOptimizer was built, which does not update it" in added
 
 
 def sparse_gradient(mesh: engine.Mesh) -> str:

@@ -284,11 +284,19 @@ class ZeroOptimizer(torch.optim.Optimizer):
         displaced = [self._named[index][0] for bucket in self._buckets for index in bucket.displaced()]
         displaced += [name for name, holder, key, parameter in self._holders if holder.get(key) is not parameter]
         frozen = [name for name, parameter in self._named if not parameter.requires_grad]
-        for names, what in ((displaced, "moved, cast or replaced"), (frozen, "frozen")):
+        known = {id(parameter) for _, parameter in self._named}
+        trained = {id(p): name for name, p in self._model.named_parameters() if p.requires_grad}
+        displaced += [name for name, parameter in self._named if id(parameter) not in trained and name not in frozen]
+        added = [name for each, name in trained.items() if each not in known]
+        for names, what, old in (
+            (displaced, "moved, cast or replaced", "would go on updating the old one"),
+            (frozen, "frozen", "would go on updating the old one"),
+            (added, "added or unfrozen", "does not update it"),
+        ):
             if names:
                 raise UsageError(
-                    f"{names[0]!r} was {what} after ZeroOptimizer was built, which would go on updating the old one: "
-                    f"do that first, then build the optimizer"
+                    f"{names[0]!r} was {what} after ZeroOptimizer was built, which {old}: do that first, then build the "
+                    f"optimizer"
                 )
 
     def _sum_partial(self) -> None:
