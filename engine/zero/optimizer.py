@@ -295,8 +295,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         ):
             if names:
                 raise UsageError(
-                    f"{names[0]!r} was {what} after ZeroOptimizer was built, which {old}: do that first, then build the "
-                    f"optimizer"
+                    f"{names[0]!r} was {what} after ZeroOptimizer was built, which {old}: do that first, then build "
+                    f"the optimizer"
                 )
 
     def _sum_partial(self) -> None:
