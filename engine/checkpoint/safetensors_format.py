@@ -6,12 +6,13 @@ as a whole, so files are written here.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -38,12 +39,25 @@ _CODES = {
     torch.bool: "BOOL",
 }
 _DTYPES = {code: dtype for dtype, code in _CODES.items()}
+_METADATA = "__metadata__"
 _LONGEST = 100_000_000  # bytes of a header, as the library has it
+_TOO_MANY = 2**60  # elements or bytes, so that none of the sums here is too large for torch
+_Place = tuple[tuple[int, ...], str, int, int]
+"""Shape, dtype code, and where the values start and stop."""
 
 
-def part_name(number: int, parts: int) -> str:
-    """Return the name of part `number`, from 0, of a model in so many files."""
-    return FILE if parts == 1 else f"model-{number + 1:05d}-of-{parts:05d}.safetensors"
+def part_names(parts: int, taken: Collection[str] = ()) -> list[str]:
+    """Return the names for a model in so many files. Parts get names of which none is `taken`: those that Hugging Face
+    gives, else with a number after `model`, which its code reads, and removes with old parts, as well.
+    """
+    if parts == 1:
+        return [FILE]
+    for save in itertools.count(1):
+        start = "model" if save == 1 else f"model-{save}"
+        names = [f"{start}-{number:05d}-of-{parts:05d}.safetensors" for number in range(1, parts + 1)]
+        if not set(names) & set(taken):
+            return names
+    raise AssertionError("unreachable")
 
 
 def size_of(entry: Entry) -> int:
@@ -51,9 +65,11 @@ def size_of(entry: Entry) -> int:
     return math.prod(entry[1]) * entry[2].itemsize
 
 
-def check_dtypes(entries: Sequence[Entry]) -> None:
-    """Raise DtypeError for a dtype that the format has no name for."""
+def check_entries(entries: Sequence[Entry]) -> None:
+    """Raise DtypeError for a dtype that the format has no name for, UsageError for a name that it keeps for itself."""
     for name, _, dtype in entries:
+        if name == _METADATA:
+            raise UsageError(f"{name} names a parameter or buffer, and safetensors files keep it for notes: rename it")
         if dtype not in _CODES:
             known = ", ".join(str(each).removeprefix("torch.") for each in _CODES)
             raise DtypeError(f"{name} is {dtype}, which safetensors files do not hold: convert it to one of {known}")
@@ -76,7 +92,7 @@ def divide_into_files(entries: Sequence[Entry], limit: int) -> list[list[Entry]]
 
 def header_bytes(entries: Sequence[Entry]) -> bytes:
     """Return what stands before the values of `entries`, which follow in this order."""
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, object] = {_METADATA: {"format": "pt"}}
     start = 0
     for entry in entries:
         name, shape, dtype = entry
@@ -95,25 +111,60 @@ def write_values(file: BinaryIO, value: Tensor) -> None:
 
 
 def read_header(path: Path) -> Header:
-    """Return shape and dtype of every tensor of a file by name. Raises UsageError for a damaged file, and for a dtype
-    that torch has no name for; OSError for one that cannot be read.
+    """Return shape and dtype of every tensor of a file by name. Raises UsageError for a damaged file, whatever in its
+    header or its length shows it, and for a dtype that torch has no name for; OSError for one that cannot be read.
     """
     with path.open("rb") as file:
+        there = os.fstat(file.fileno()).st_size - 8
         length = int.from_bytes(file.read(8), "little")
-        if not 2 <= length <= min(_LONGEST, os.fstat(file.fileno()).st_size - 8):
+        if not 2 <= length <= min(_LONGEST, there):
             raise UsageError(f"{path} is no safetensors file: its first 8 bytes give a header of {length} bytes")
         text = file.read(length)
-        there = os.fstat(file.fileno()).st_size - 8 - length
     try:
-        found = json.loads(text)
-        found.pop("__metadata__", None)
-        header = {name: (tuple(each["shape"]), each["dtype"]) for name, each in found.items()}
-        end = max((each["data_offsets"][1] for each in found.values()), default=0)
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        found = json.loads(text.decode())
+        _check_notes(found.pop(_METADATA, None))
+        places = {name: _place(each) for name, each in found.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
         raise UsageError(f"{path} is no safetensors file: its header is damaged ({error!r})") from error
-    if end != there:
-        raise UsageError(f"{path} is cut off: its header promises {end} bytes of values, there are {there}")
-    for name, (_, code) in header.items():
+    for name, (_, code, _, _) in places.items():
         if code not in _DTYPES:
             raise UsageError(f"{path}: {name} is {code}, which is none of {', '.join(_DTYPES)}")
-    return {name: (shape, _DTYPES[code]) for name, (shape, code) in header.items()}
+    _check_spans(path, places, there - length)
+    return {name: (shape, _DTYPES[code]) for name, (shape, code, _, _) in places.items()}
+
+
+def _check_notes(notes: Any) -> None:
+    if notes is not None and not all(isinstance(each, str) for each in notes.values()):
+        raise TypeError(f"{_METADATA} holds more than text")
+
+
+def _place(each: Any) -> _Place:
+    shape, offsets, code = each["shape"], each["data_offsets"], each["dtype"]
+    if not isinstance(shape, list) or not isinstance(offsets, list) or not isinstance(code, str):
+        raise TypeError("shape and data_offsets are lists, dtype is text")
+    for number in (*shape, *offsets):
+        if type(number) is not int or not 0 <= number < _TOO_MANY:
+            raise ValueError(f"{number} is no size")
+    start, stop = offsets
+    return tuple(shape), code, start, stop
+
+
+def _check_spans(path: Path, places: Mapping[str, _Place], there: int) -> None:
+    """Raise UsageError unless the values fill the `there` bytes after the header, one tensor after the other."""
+    end = 0
+    for name, (shape, code, start, stop) in sorted(places.items(), key=lambda item: item[1][2:]):
+        size = size_of((name, shape, _DTYPES[code]))
+        if stop - start != size or math.prod(max(length, 1) for length in shape) >= _TOO_MANY:
+            raise UsageError(
+                f"{path} is damaged: {name}, {code} of shape {shape}, takes {size} bytes, its data_offsets "
+                f"[{start}, {stop}] span {stop - start}: write the file anew"
+            )
+        if start != end:
+            raise UsageError(
+                f"{path} is damaged: {name} starts at byte {start} of the values, where those before it end at {end}: "
+                f"{'they overlap' if start < end else 'there is a gap'}: write the file anew"
+            )
+        end = stop
+    if end != there:
+        how = "is cut off" if end > there else "has bytes after its end"
+        raise UsageError(f"{path} {how}: its header promises {end} bytes of values, there are {there}: copy it again")

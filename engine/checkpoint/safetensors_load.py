@@ -48,14 +48,15 @@ def load_safetensors(
     of its names. Values of another floating dtype are converted. Parameters and buffers on the meta device get memory
     on the mesh's device. optimizer: the one over this model, when there is one. Every rank of the mesh must call it.
 
-    Raises UsageError on every rank, before anything is changed, for files that cannot be read or differ between ranks,
-    missing or unexpected names, wrong shapes or dtypes, different values under tied names, a buffer on the meta device
-    that no file has, or a needed optimizer that was left out. Needs `pip install 'engine3d[hf]'`.
+    Raises UsageError on every rank, before anything is changed, for files that cannot be read or are damaged in header
+    or length, missing or unexpected names, wrong shapes or dtypes, different values under tied names, a buffer on the
+    meta device that no file has, or a needed optimizer that was left out; also where ranks see files that differ in
+    names, shapes or dtypes. Values are not compared between ranks. Needs `pip install 'engine3d[hf]'`.
     """
     check_order("load_safetensors(model, mesh, path, optimizer=optimizer)", model, mesh)
     if optimizer is not None and not isinstance(optimizer, ZeroOptimizer):
         raise UsageError(f"optimizer= is a {type(optimizer).__name__}: give the model's ZeroOptimizer, or leave it out")
-    safe_open = _library()
+    safe_open, their_error = _library()
     if optimizer is not None:
         optimizer.parameters_replaced(model)
     stored, fault = _find(path)
@@ -66,7 +67,7 @@ def load_safetensors(
     fault = fault or _dtype_problems(stored, {name: dtype for name, _, dtype in entries})
     fault = fault or _lost_buffers(model, local)
     reader = _Reader(safe_open, stored, mesh)
-    fault = fault or _torn(reader, local, placements, canonical)
+    fault = fault or reader.unreadable(their_error) or _torn(reader, local, placements, canonical)
     if optimizer is None:
         fault = fault or unshared_load(model, mesh)
     if mesh.world.any(bool(fault)):
@@ -93,6 +94,16 @@ class _Reader:
 
     def __init__(self, safe_open: Any, stored: Mapping[str, _Stored], mesh: Mesh) -> None:
         self._open, self._stored, self._mesh = safe_open, stored, mesh
+
+    def unreadable(self, their_error: type[Exception]) -> str:
+        """Return which file the library does not take, and why; it may be stricter than `read_header`."""
+        for path in dict.fromkeys(each.path for each in self._stored.values()):
+            try:
+                with self._open(path, framework="pt"):
+                    pass
+            except (their_error, OSError, TypeError, ValueError) as error:
+                return f"{path}: {error}"
+        return ""
 
     def shard(self, name: str, placement: Placement) -> Tensor:
         """Return what this rank holds of a tensor, in the file's dtype, on the CPU."""
@@ -132,12 +143,12 @@ def slices_of(placement: Placement, shape: tuple[int, ...], rank: int, size: int
     return found
 
 
-def _library() -> Any:
+def _library() -> tuple[Any, type[Exception]]:
     try:
-        from safetensors import safe_open
+        from safetensors import SafetensorError, safe_open
     except ImportError as error:
         raise UsageError("load_safetensors needs the safetensors package: pip install 'engine3d[hf]'") from error
-    return safe_open
+    return safe_open, SafetensorError
 
 
 # ---- what is there ---------------------------------------------------------------------------------------------------
@@ -157,15 +168,15 @@ def _find(path: str | os.PathLike[str]) -> tuple[dict[str, _Stored], str]:
         if where.name.endswith(".index.json"):
             return {}, f"{where} is an index: give its folder, {where.parent}"
         return _stored({where: read_header(where)}), ""
-    except (OSError, TypeError, EngineError) as error:
+    except (OSError, TypeError, ValueError) as error:  # ValueError: damaged, or no path at all
         return {}, f"{path}: {error}"
 
 
 def _indexed(folder: Path) -> tuple[dict[str, _Stored], str]:
     try:
-        places = json.loads((folder / INDEX).read_text())["weight_map"]
+        places = json.loads((folder / INDEX).read_text("utf-8"))["weight_map"]
         files = {folder / name: read_header(folder / name) for name in dict.fromkeys(places.values())}
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         if isinstance(error, EngineError):
             raise
         return {}, f"{folder / INDEX} is damaged ({error!r}): a JSON object with a weight_map is wanted"

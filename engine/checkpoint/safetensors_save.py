@@ -1,40 +1,24 @@
 """A model's weights into safetensors files, one tensor at a time: rank 0 holds its shards and the whole, no more.
 
 Rank 0 writes what the others send. New files lie under other names until all are whole, so that a run that ends early
-leaves the old ones as they were.
+leaves the old weights as they were.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
-import re
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import BinaryIO
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
 
 from engine.checkpoint.full_state import canonical_names, check_order, local_state
-from engine.checkpoint.safetensors_format import (
-    FILE,
-    INDEX,
-    Entry,
-    check_dtypes,
-    divide_into_files,
-    header_bytes,
-    part_name,
-    size_of,
-    write_values,
-)
+from engine.checkpoint.safetensors_format import Entry, check_entries, divide_into_files
+from engine.checkpoint.safetensors_writer import Writer
 from engine.comm.full import full_entries
 from engine.comm.mesh import Mesh
 from engine.errors import UsageError
 from engine.placement import REPLICATED, Placement, placements_of
-
-_OURS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
 
 
 @torch.no_grad()
@@ -46,11 +30,15 @@ def save_safetensors(
     `model.safetensors.index.json`. A tied parameter is written once, under its first name.
 
     folder: on the machine of global rank 0, which writes; made where it is missing. Weights of an earlier save are
-    replaced once the new ones are whole on the disk. Every rank of the mesh must call it; rank 0 holds one whole tensor
-    and its shards at a time, the others their shards and, on later stages, one tensor.
+    removed once the new ones are whole on the disk; until then the new parts have names that no file there has, with a
+    number after `model` if need be. One step replaces old by new, so a save killed at any point leaves all old values
+    or all new ones to be read, by `load_safetensors` and by Hugging Face; the next save removes what else it left. One
+    save at a time may write a folder. Every rank of the mesh must call it; rank 0 holds one whole tensor and its shards
+    at a time, the others their shards and, on later stages, one tensor.
 
-    Raises UsageError on every rank for a model on the meta device and where rank 0 cannot write; the old files are then
-    as they were. DtypeError for a dtype that the format does not have. Does not need the safetensors package.
+    Raises UsageError on every rank for a model on the meta device, for a parameter named `__metadata__`, which the
+    format keeps for itself, and where rank 0 cannot write; the old weights are then as they were. DtypeError for a
+    dtype that the format does not have. Does not need the safetensors package.
     """
     check_order("save_safetensors(model, mesh, folder)", model, mesh)
     if isinstance(max_shard_bytes, bool) or not isinstance(max_shard_bytes, int) or max_shard_bytes < 1:
@@ -60,11 +48,11 @@ def save_safetensors(
     canonical = canonical_names(model, mesh)
     homes = {entry[0]: stage for stage, each in enumerate(stages) for entry in each if entry[0] not in canonical}
     entries = [entry for each in stages for entry in each if entry[0] in homes]
-    check_dtypes(entries)
+    check_entries(entries)
     if mesh.world.any(any(value.is_meta for value in local.values())):
         raise UsageError("save_safetensors: the model is on the meta device and has no values: load or draw them first")
     files = divide_into_files(entries, max_shard_bytes)
-    writer = _Writer(folder, files) if mesh.rank == 0 else None
+    writer = Writer(folder, files) if mesh.rank == 0 else None
     if mesh.world.any(writer is not None and bool(writer.fault)):
         raise UsageError(f"nothing was written: {_fault(writer)}")
     for number, file in enumerate(files):
@@ -81,7 +69,7 @@ def save_safetensors(
         raise UsageError(f"the weights were not written: {_fault(writer)}")
 
 
-def _fault(writer: _Writer | None) -> str:
+def _fault(writer: Writer | None) -> str:
     return "rank 0 cannot write: see its error" if writer is None else writer.fault
 
 
@@ -111,86 +99,3 @@ def _joined(shard: Tensor, placement: Placement, mesh: Mesh) -> Tensor | None:
         return shard if mesh.tensor.rank == 0 else None
     shards = mesh.tensor.gather(shard, 0)
     return None if shards is None else placement.join(shards)
-
-
-class _Writer:
-    """Writes the files one after another. After a fault it takes what comes and writes nothing, so that no rank waits
-    for it.
-    """
-
-    def __init__(self, folder: str | os.PathLike[str], files: Sequence[Sequence[Entry]]) -> None:
-        self.fault = ""
-        self._files = files
-        self._file: BinaryIO | None = None
-        self._names = [part_name(number, len(files)) for number in range(len(files))]
-        try:
-            self._folder = Path(folder)
-            self._folder.mkdir(parents=True, exist_ok=True)
-        except (OSError, TypeError) as error:
-            self.fault = f"{folder}: {error}"
-
-    def begin(self, number: int) -> None:
-        self._try(lambda: self._begin(number))
-
-    def add(self, whole: Tensor) -> None:
-        self._try(lambda: write_values(self._open, whole))
-
-    def finish(self) -> None:
-        self._try(self._finish)
-        if self.fault:
-            self._drop()
-
-    def _try(self, call: Callable[[], None]) -> None:
-        if self.fault:
-            return
-        try:
-            call()
-        except OSError as error:
-            self.fault = f"{self._folder}: {error}"
-
-    @property
-    def _open(self) -> BinaryIO:
-        assert self._file is not None
-        return self._file
-
-    def _begin(self, number: int) -> None:
-        self._close()
-        self._file = self._partial(self._names[number]).open("wb")
-        self._open.write(header_bytes(self._files[number]))
-
-    def _close(self) -> None:
-        if self._file is not None:
-            self._file.flush()
-            os.fsync(self._file.fileno())
-            self._file.close()
-            self._file = None
-
-    def _finish(self) -> None:
-        self._close()
-        names = list(self._names)
-        if len(names) > 1:
-            places = {entry[0]: name for name, file in zip(names, self._files, strict=True) for entry in file}
-            total = sum(size_of(entry) for file in self._files for entry in file)
-            index = {"metadata": {"total_size": total}, "weight_map": places}
-            names.append(INDEX)
-            with self._partial(INDEX).open("w") as file:
-                file.write(json.dumps(index, indent=2) + "\n")
-                file.flush()
-                os.fsync(file.fileno())
-        for name in names:
-            self._partial(name).replace(self._folder / name)
-        old = [each for each in self._folder.iterdir() if _OURS.fullmatch(each.name) and each.name not in names]
-        for each in sorted(old, key=lambda path: path.name == FILE):  # who reads now prefers this one: it goes last
-            each.unlink()
-
-    def _partial(self, name: str) -> Path:
-        return self._folder / f"{name}.partial"
-
-    def _drop(self) -> None:
-        """Take back what was written under other names."""
-        if self._file is not None:
-            with contextlib.suppress(OSError):
-                self._file.close()
-        for name in (*self._names, INDEX):
-            with contextlib.suppress(OSError):  # what is left over is written over by the next save
-                self._partial(name).unlink()
