@@ -169,6 +169,11 @@ def other_heads(mesh: Mesh) -> dict[str, float]:
         ("bert", "BertForSequenceClassification"),
         ("bert", "BertForPreTraining"),
         ("llama", "LlamaForSequenceClassification"),
+        ("llama", "LlamaForQuestionAnswering"),  # whose base is named transformer
+        ("qwen2", "Qwen2ForQuestionAnswering"),
+        ("qwen3", "Qwen3ForQuestionAnswering"),
+        ("mistral", "MistralForQuestionAnswering"),
+        ("gpt2", "GPT2ForQuestionAnswering"),
     ):
         plain, model = build(kind, head=head), build(kind, head=head)
         plain.config.pad_token_id = model.config.pad_token_id = 0
@@ -186,6 +191,8 @@ def test_models_with_other_heads_and_without(world: World) -> None:
             "LlamaModel last_hidden_state",
             "BertModel pooler_output",
             "BertForPreTraining prediction_logits",
+            "LlamaForQuestionAnswering start_logits",
+            "Qwen2ForQuestionAnswering end_logits",
         } <= set(errors)
         assert max(errors.values()) < 1e-9
 

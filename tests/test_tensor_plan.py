@@ -356,8 +356,8 @@ def test_plans_and_arguments_that_are_none_are_refused() -> None:
     for text, part in zip(
         texts,
         [
-            "plan key 'pool': Column (did you mean 'Column'?) is no style: give one of Column(...), Row(...)",
-            "plan key 'pool': 'colum'",
+            "plan key 'pool': Column is the class and no style: write Column()",
+            "plan key 'pool': 'colum' (did you mean 'Column'?) is no style: give one of Column(...), Row(...)",
             "in_features = 2: give Divided(...)",
             "parts=3: give a sequence of sizes or Parts",
             "parts=(): give at least one size",

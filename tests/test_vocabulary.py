@@ -378,6 +378,23 @@ def test_what_the_loss_cannot_be_is_refused_before_anything_is_sent() -> None:
         assert f"vocab_parallel_cross_entropy: {expected}" in text
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.uint16])
+def test_both_losses_take_targets_of_any_integer_dtype(dtype: torch.dtype) -> None:
+    comm = engine.plan_mesh(Layout(), 0).tensor
+    hidden, weight, target = wave(1, 3, 6), wave(2, 200, 6), torch.tensor([1, 120, 7])
+    ignored = -100 if dtype.is_signed else 300  # neither is a number of uint8, where -100 would be read as 156
+    expected = F.cross_entropy(hidden @ weight.t(), target, reduction="none")
+    for loss in (
+        vocab_parallel_cross_entropy(hidden @ weight.t(), target.to(dtype), comm, ignore_index=ignored),
+        vocab_parallel_linear_cross_entropy(hidden, weight, target.to(dtype), comm, ignore_index=ignored),
+        vocab_parallel_linear_cross_entropy(hidden, weight, target.to(dtype), comm),
+    ):
+        torch.testing.assert_close(loss, expected, **TIGHT)
+    high = torch.tensor([156], dtype=torch.uint8)
+    expected = F.cross_entropy(hidden[:1] @ weight.t(), high.long(), reduction="none")
+    torch.testing.assert_close(vocab_parallel_linear_cross_entropy(hidden[:1], weight, high, comm), expected, **TIGHT)
+
+
 def test_second_derivatives_are_refused_not_wrong() -> None:
     comm = engine.plan_mesh(Layout(), 0).tensor
     x, weight = wave(1, 2, 4).requires_grad_(), wave(2, 4, 4)
@@ -409,7 +426,7 @@ def fused(
     for chunk_rows in chunks:
         hidden, weight, bias = head_inputs(vocabulary)
         x = hidden.clone() if dim is None else hidden.chunk(comm.size, dim)[comm.rank].clone()
-        leaves = {"hidden": x.requires_grad_(), "weight": part(weight, comm, 0)}
+        leaves = {"hidden": x.requires_grad_(), "weight": part(weight, comm, 0, torch.nan)}
         if how.get("bias"):
             leaves["bias"] = part(bias, comm, 0, torch.nan)
         for name in how.get("frozen", ()):

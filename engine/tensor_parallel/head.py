@@ -41,10 +41,10 @@ def vocab_parallel_linear_cross_entropy(
 
     hidden: (..., H), equal on all ranks of `comm`; with `sequence_dim`, counted from the front, this rank's part of it
     along that dim, of which only the part is kept for backward. weight: (V / T rounded up, H) and bias: (V / T rounded
-    up,), as ColumnParallelLinear(H, V, comm) holds them. All of one floating dtype; under torch.autocast of its dtype.
-    target: (...), integer, whole and equal on all ranks. Result: (...), not reduced, equal on all ranks, float32 for
-    half precision, else of hidden's dtype. vocabulary, ignore_index, label_smoothing, z_loss: as in
-    vocab_parallel_cross_entropy.
+    up,), as ColumnParallelLinear(H, V, comm) holds them; rows behind the vocabulary may hold anything. All of one
+    floating dtype; under torch.autocast of its dtype. target: (...), of any integer dtype, whole and equal on all
+    ranks. Result: (...), not reduced, equal on all ranks, float32 for half precision, else of hidden's dtype.
+    vocabulary, ignore_index, label_smoothing, z_loss: as in vocab_parallel_cross_entropy.
 
     chunk_rows: rows whose logits exist at a time; default: equal chunks of at most 64 MiB of logits. More rows make
     larger matrix products, and take chunk_rows * V / T elements of memory. In half precision logits and the sums over
@@ -84,7 +84,7 @@ def vocab_parallel_linear_cross_entropy(
     columns = weight.shape[0]
     total = columns * comm.size if vocabulary is None else vocabulary
     criterion = Criterion(call, comm, columns, total, ignore_index, label_smoothing, z_loss)
-    criterion.check(hidden, target)
+    target = criterion.checked(hidden, target)
     if chunk_rows is None:
         chunk_rows = _default_chunk(rows, columns, hidden.dtype)
     elif not isinstance(chunk_rows, int) or isinstance(chunk_rows, bool) or chunk_rows < 1:
@@ -151,12 +151,16 @@ def _default_chunk(rows: int, columns: int, dtype: torch.dtype) -> int:
 
 
 class _Chunks:
-    """The logits of one chunk of rows after another, each in the memory of the last."""
+    """The logits of one chunk of rows after another, each in the memory of the last. Padding, which may hold anything,
+    is never multiplied: its logits are 0.
+    """
 
-    def __init__(self, rows: Tensor, weight: Tensor, bias: Tensor | None, length: int) -> None:
-        """rows: (N, H)."""
-        self.rows, self.weight, self.bias, self.length = rows, weight, bias, length
+    def __init__(self, rows: Tensor, weight: Tensor, bias: Tensor | None, length: int, real: int) -> None:
+        """rows: (N, H); real: rows of the weight that are not padding."""
+        self.rows, self.weight, self.length, self.real = rows, weight, length, real
+        self.used, self.bias = weight[:real], None if bias is None else bias[:real]
         self.product = weight.new_empty(min(length, rows.shape[0]), weight.shape[0])
+        self.product[:, real:].zero_()
         self.values = self.product.float() if is_half(weight.dtype) else self.product
 
     def __iter__(self) -> Iterator[tuple[int, int, Tensor]]:
@@ -165,9 +169,9 @@ class _Chunks:
             stop = min(start + self.length, self.rows.shape[0])
             product = self.product[: stop - start]
             if self.bias is None:
-                torch.mm(self.rows[start:stop], self.weight.t(), out=product)
+                torch.mm(self.rows[start:stop], self.used.t(), out=product[:, : self.real])
             else:
-                torch.addmm(self.bias, self.rows[start:stop], self.weight.t(), out=product)
+                torch.addmm(self.bias, self.rows[start:stop], self.used.t(), out=product[:, : self.real])
             yield start, stop, product if self.values is self.product else self.values[: stop - start].copy_(product)
 
     def rounded(self, values: Tensor) -> Tensor:
@@ -188,7 +192,7 @@ class _HeadLoss(torch.autograd.Function):
         sequence_dim: int | None,
     ) -> Tensor:
         at = criterion.locate(target.reshape(-1))
-        chunks = _Chunks(_whole(hidden, criterion.comm, sequence_dim), weight, bias, chunk_rows)
+        chunks = _Chunks(_whole(hidden, criterion.comm, sequence_dim), weight, bias, chunk_rows, criterion.real)
         sums = chunks.values.new_empty(4 if criterion.label_smoothing else 3, target.numel())
         for start, stop, logits in chunks:
             sums[:, start:stop] = criterion.row_sums(logits, at.ids[start:stop], logits)[1]
@@ -202,7 +206,8 @@ class _HeadLoss(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, largest, slope, *located = ctx.saved_tensors
         criterion, at, grad = ctx.criterion, Targets(*located), grads[0].reshape(-1)
-        chunks = _Chunks(_whole(hidden, criterion.comm, ctx.sequence_dim), weight, bias, ctx.chunk_rows)
+        whole = _whole(hidden, criterion.comm, ctx.sequence_dim)
+        chunks = _Chunks(whole, weight, bias, ctx.chunk_rows, criterion.real)
         sums = _Gradients(chunks, *ctx.needs_input_grad[:3])
         for start, stop, logits in chunks:
             exponentials = criterion.shifted(logits, largest[start:stop], logits).exp_()
@@ -229,17 +234,17 @@ class _Gradients:
 
     def add(self, start: int, stop: int, of_logits: Tensor) -> None:
         """Add what comes from rows [start, stop), whose logits have this gradient; (rows, columns)."""
-        rows, product = self.chunks.rows[start:stop], self.chunks.rounded(of_logits)
+        rows, product, real = self.chunks.rows[start:stop], self.chunks.rounded(of_logits), self.chunks.real
         if self.bias is not None:
             self.bias += of_logits.sum(dim=0)
         if self.hidden is not None:
-            torch.mm(product, self.chunks.weight, out=self.hidden[start:stop])
+            torch.mm(product[:, :real], self.chunks.used, out=self.hidden[start:stop])
         if self.weight is None:
             return
         if self.weight.dtype == product.dtype:
-            self.weight.addmm_(product.t(), rows)
+            self.weight[:real].addmm_(product[:, :real].t(), rows)
         else:
-            self.weight += product.t() @ rows
+            self.weight[:real] += product[:, :real].t() @ rows
 
 
 def _whole(hidden: Tensor, comm: Communicator, sequence_dim: int | None) -> Tensor:

@@ -48,7 +48,7 @@ def huggingface_plan(model_or_config: Any, *, logits: Literal["whole", "split"] 
         raise UsageError(f"huggingface_plan: logits={logits!r}: choose 'whole' or 'split'")
     base, make = _PLANS[kind]
     model = model_or_config if isinstance(model_or_config, nn.Module) else None
-    prefix = f"{base}." if model is None or hasattr(model, base) else ""
+    prefix = f"{base}." if model is None else _prefix(model, base)
     vocabulary = (Part(config.vocab_size, padded=True),)
     styles, attributes = make(config, prefix, Column(parts=vocabulary, gather_output=logits == "whole"))
     if model is None:  # the language models have no pooler
@@ -57,6 +57,12 @@ def huggingface_plan(model_or_config: Any, *, logits: Literal["whole", "split"] 
     names = [name for name, _ in model.named_modules(remove_duplicate=False)]
     names += [name for name, _ in model.named_parameters(remove_duplicate=False)]
     return Plan({k: s for k, s in styles.items() if "*" in k or any(matches(k, n) for n in names)}, attributes)
+
+
+def _prefix(model: nn.Module, base: str) -> str:
+    """Return what stands before the names of the base model in one with a head, which may call it its own way."""
+    names = (getattr(model, "base_model_prefix", base), base)
+    return next((f"{name}." for name in names if name and isinstance(getattr(model, name, None), nn.Module)), "")
 
 
 def _llama(config: Any, prefix: str, head: Column) -> tuple[dict[str, Style], Attributes]:

@@ -70,10 +70,13 @@ def lora(
 
     A is drawn in full from torch's generator, which must stand alike on all ranks of the layer's axis, as
     nn.Linear(in_features, rank) draws its weight, or filled by `init(full A)`; B is zero, so that the output is the
-    layer's at first. Raises UsageError for another kind of layer, or a rank below 1.
+    layer's at first. Raises UsageError for another kind of layer, a rank below 1, or an alpha
+    that is no finite number.
     """
     if not isinstance(layer, ColumnParallelLinear | RowParallelLinear):
         raise UsageError(f"lora takes a ColumnParallelLinear or RowParallelLinear, not a {type(layer).__name__}")
     if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
         raise UsageError(f"lora: rank={rank!r}: the adapter has at least 1 column")
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not math.isfinite(alpha):
+        raise UsageError(f"lora: alpha={alpha!r}: the adapter is scaled by alpha / rank: give a finite number")
     return LoRALinear(layer, rank, alpha, init)

@@ -39,10 +39,10 @@ def vocab_parallel_cross_entropy(
 ) -> Tensor:
     """Return -log softmax(logits)[target] for every row, not reduced; 0 where the target is `ignore_index`.
 
-    logits: (..., vocabulary / T rounded up), this rank's part, floating; never changed. target: (...), integer, equal
-    on all ranks of `comm`. Result: (...), equal on all ranks, float32 for half-precision logits, else of the logits'
-    dtype. All ranks of `comm` must call it with the same options; it sends the maximum and two sums for each row (three
-    with smoothing), and nothing in backward.
+    logits: (..., vocabulary / T rounded up), this rank's part, floating; never changed. target: (...), of any integer
+    dtype, equal on all ranks of `comm`. Result: (...), equal on all ranks, float32 for half-precision logits, else of
+    the logits' dtype. All ranks of `comm` must call it with the same options; it sends the maximum and two sums for
+    each row (three with smoothing), and nothing in backward.
 
     vocabulary: the true one, where it does not divide by T and the last columns are padding, which may hold anything;
     default: all columns of all ranks. label_smoothing: the share of the target that is spread over the true vocabulary,
@@ -61,8 +61,7 @@ def vocab_parallel_cross_entropy(
     columns = logits.shape[-1]
     total = columns * comm.size if vocabulary is None else vocabulary
     criterion = Criterion(call, comm, columns, total, ignore_index, label_smoothing, z_loss)
-    criterion.check(logits, target)
-    return apply(_CrossEntropy, logits, target, criterion)
+    return apply(_CrossEntropy, logits, criterion.checked(logits, target), criterion)
 
 
 @dataclass(frozen=True)
@@ -111,14 +110,18 @@ class Criterion:
         if not 0.0 <= self.z_loss < math.inf:
             raise UsageError(f"{self.call}: z_loss={self.z_loss!r}: give a factor of at least 0")
 
-    def check(self, values: Tensor, target: Tensor) -> None:
-        """Raise for dtypes that cannot be and, on a CPU, for ids outside the vocabulary."""
+    def checked(self, values: Tensor, target: Tensor) -> Tensor:
+        """Return the target in int64. Raises for dtypes that cannot be and, on a CPU, for ids outside the
+        vocabulary.
+        """
         if not values.is_floating_point():
             raise DtypeError(f"{self.call}: {values.dtype} is no floating dtype")
         if target.is_floating_point() or target.is_complex() or target.dtype == torch.bool:
             raise DtypeError(f"{self.call}: a target of {target.dtype} has no ids: give integers")
+        target = target.long()  # first: a small dtype would take ignore_index for another number
         if target.device.type == "cpu":
             check_ids(target[target != self.ignore_index], self.vocabulary, f"{self.call}: target")
+        return target
 
     @property
     def real(self) -> int:

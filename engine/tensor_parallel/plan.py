@@ -10,16 +10,16 @@ Names and the shapes of the whole stay as they were, so full state dicts are tho
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from engine.comm.communicator import Communicator
-from engine.errors import UsageError
+from engine.errors import EngineError, UsageError
 from engine.tensor_parallel.linear import keep_shard
 from engine.tensor_parallel.replacement import parallel_layer
-from engine.tensor_parallel.resolve import Step, resolve
+from engine.tensor_parallel.resolve import Change, Resolution, Step, resolve
 from engine.tensor_parallel.styles import Column, Plan, Row, Sharded, Vocab
 
 _SAMPLES = 64
@@ -34,20 +34,27 @@ def parallelize(module: nn.Module, comm: Communicator, plan: Plan) -> nn.Module:
     hooks on the whole too; build optimizers afterwards. Works on the meta device, where the weights are read later
     (`engine.checkpoint.load_safetensors`).
 
-    Raises, before anything is sent or changed, UsageError or LayoutError for whatever `describe` refuses; and
-    UsageError on every rank, before anything is changed, where plans or modules differ over `comm`.
+    Raises on every rank, before anything is changed, UsageError or LayoutError for whatever `describe` refuses, also
+    where it does so for another rank's plan or module only; and UsageError where plans, modules or the attributes that
+    change differ over `comm`, or a setter refuses its new value.
     """
     if not isinstance(comm, Communicator):
         raise UsageError(
             f"parallelize(module, comm, plan): comm is a {type(comm).__name__}: give a Communicator, as mesh.tensor is"
         )
-    resolution = resolve(module, plan, comm.size)
+    resolution = _resolved_alike(module, comm, plan)
     parameters = dict(module.named_parameters(remove_duplicate=False))
     comm.check_equal("parallelize's plan", (list(plan.styles.items()), list(plan.attributes.items())))
     comm.check_equal(
         "the module given to parallelize, as (name, shape, dtype, requires_grad, a sum of samples),",
         [(name, tuple(p.shape), p.dtype, p.requires_grad, _sample(p)) for name, p in parameters.items()],
     )
+    if plan.attributes:
+        comm.check_equal(
+            "the attributes that parallelize changes, as (module, name, value),",
+            [(change.module, change.attribute, change.old) for change in resolution.changes],
+        )
+    _set_attributes(module, resolution.changes)
     held = Counter(id(parameter) for parameter in parameters.values())
     tied = {id(p): p for p in parameters.values() if held[id(p)] > 1}  # kept alive: an id may be given out again
     del parameters
@@ -59,9 +66,42 @@ def parallelize(module: nn.Module, comm: Communicator, plan: Plan) -> nn.Module:
         if isinstance(step.style, Sharded):
             _shard(module, step, comm, tied, shards)
         _declare(module, step)
-    for change in resolution.changes:
-        setattr(module.get_submodule(change.module), change.attribute, change.new)
     return module
+
+
+def _resolved_alike(module: nn.Module, comm: Communicator, plan: Plan) -> Resolution:
+    """Return `resolve`'s result. Raises its error; and where it raises on other ranks only, an error that says so."""
+    resolution, refused = None, None
+    try:
+        resolution = resolve(module, plan, comm.size)
+    except EngineError as error:
+        refused = error
+    try:
+        comm.check_equal(
+            "parallelize: another rank was given a plan or module that does not work: see its error, which",
+            None if refused is None else str(refused),
+        )
+    except EngineError:
+        if refused is None:
+            raise
+    if resolution is None:
+        assert refused is not None
+        raise refused
+    return resolution
+
+
+def _set_attributes(root: nn.Module, changes: Sequence[Change]) -> None:
+    """Set all attributes, or none where one cannot be set."""
+    for number, change in enumerate(changes):
+        try:
+            setattr(root.get_submodule(change.module), change.attribute, change.new)
+        except Exception as error:
+            for done in changes[:number]:
+                setattr(root.get_submodule(done.module), done.attribute, done.old)
+            raise UsageError(
+                f"plan attributes: {change.attribute!r} of {change.module!r} cannot be set from {change.old} to "
+                f"{change.new}: {error}: leave it out of the plan, or let its setter take that"
+            ) from error
 
 
 @torch.no_grad()

@@ -7,7 +7,7 @@ import sys
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from engine.comm import plan_mesh
 from engine.comm.communicator import Communicator
@@ -79,3 +79,29 @@ def _check_plain(module: nn.Module, style: Column | Row | Vocab) -> None:
     hooked = [module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks]
     if any(hooked) or "forward" in vars(module) or hasattr(module, "parametrizations"):
         raise UsageError(f"this {given} has hooks or parametrizations, which {kind} would drop: remove them first")
+    more = _more(module)
+    if more:
+        raise UsageError(f"this {given} has {'; '.join(more)}, which {kind} would drop: remove them first")
+
+
+def hooks_of(parameter: Tensor) -> bool:
+    """Whether a parameter has hooks, on its gradient or on what is accumulated."""
+    return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
+
+
+def _more(module: nn.Module) -> list[str]:
+    """Return what a module has besides weight and bias, in words."""
+    named = {
+        "buffers": list(module._buffers),
+        "modules of its own": list(module._modules),
+        "parameters": [name for name in module._parameters if name not in ("weight", "bias")],
+        "hooks on": [name for name, p in module._parameters.items() if p is not None and hooks_of(p)],
+    }
+    listed = [f"{what} {', '.join(map(repr, names))}" for what, names in named.items() if names]
+    hooked = (
+        module._state_dict_hooks,
+        module._state_dict_pre_hooks,
+        module._load_state_dict_pre_hooks,
+        module._load_state_dict_post_hooks,
+    )
+    return [*listed, "hooks on its state dict"] if any(hooked) else listed

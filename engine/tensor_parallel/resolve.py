@@ -5,6 +5,7 @@ Works on modules on the meta device too; nothing is sent and nothing is changed.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -12,8 +13,11 @@ from torch import Tensor, nn
 
 from engine.errors import EngineError, LayoutError, UsageError, did_you_mean
 from engine.placement import REPLICATED, Part, Placement, cut
-from engine.tensor_parallel.replacement import placements_after
+from engine.tensor_parallel.replacement import hooks_of, placements_after
 from engine.tensor_parallel.styles import Divided, Plan, Replicated, Sharded, Style, as_parts
+
+_READ_BY_PARENT = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
+"""Modules whose own code takes the weights of the layers in them, always or in eval mode, and does not call these."""
 
 
 @dataclass(frozen=True)
@@ -67,21 +71,23 @@ def resolve(module: nn.Module, plan: Plan, size: int) -> Resolution:
     """Return what `plan` makes of `module` over `size` ranks.
 
     Raises UsageError for a key that matches nothing, a module or parameter that two keys match, a style that does not
-    fit, tied parameters that are cut differently; LayoutError for sizes that cannot be cut.
+    fit, tied parameters that are cut differently, what is cut already, layers whose weights their parent reads itself,
+    attributes that cannot be set; LayoutError for sizes that cannot be cut.
     """
     if not isinstance(module, nn.Module) or not isinstance(plan, Plan):
         raise UsageError(
             f"a module and a Plan are wanted, not a {type(module).__name__} and a {type(plan).__name__}: wrap a dict "
             f"of styles as Plan({{...}})"
         )
-    modules = dict(module.named_modules(remove_duplicate=False))
-    del modules[""]
+    owners = dict(module.named_modules(remove_duplicate=False))
+    modules = {name: each for name, each in owners.items() if name}
+    placed = _placed_before(owners)
     parameters = dict(module.named_parameters(remove_duplicate=False))
     steps: list[Step] = []
     named: dict[str, tuple[str, Placement]] = {}  # from a parameter to its key and placement
     for key, style in plan.styles.items():
         for names in _matched(key, style, modules, parameters):
-            step = _step(key, style, names, modules, parameters, size)
+            step = _step(key, style, names, owners, parameters, placed, size)
             steps.append(step)
             for name in names:
                 for below, placement in _below(name, step).items():
@@ -91,7 +97,7 @@ def resolve(module: nn.Module, plan: Plan, size: int) -> Resolution:
                             f"leave one out, or name it more closely"
                         )
                     named[below] = (key, placement)
-    changes = _changes(plan, modules, size)
+    changes = _changes(plan, modules, placed, size)
     return Resolution(tuple(steps), changes, _entries(parameters, named))
 
 
@@ -172,23 +178,68 @@ def _step(
     key: str,
     style: Style,
     names: tuple[str, ...],
-    modules: Mapping[str, nn.Module],
+    owners: Mapping[str, nn.Module],
     parameters: Mapping[str, Tensor],
+    placed: Mapping[int, Placement],
     size: int,
 ) -> Step:
     name = names[0]
     what = f"{name!r} (plan key {key!r})"
     try:
+        own = [parameters[name]] if isinstance(style, Sharded | Replicated) else owners[name].parameters()
+        _check_not_placed(style, own, placed)
         if isinstance(style, Replicated):
             return Step(names, style, {name: Placement(gradient=style.gradient)})
+        for each in names:
+            _check_parents(each, style, owners)
         if isinstance(style, Sharded):
+            if hooks_of(parameters[name]):
+                raise UsageError("it has hooks, which Sharded would drop: remove them first, and set them afterwards")
             shape = tuple(parameters[name].shape)
             if not 0 <= style.dim < len(shape):
                 raise LayoutError(f"dim={style.dim} is outside its shape {shape}")
             return Step(names, style, {name: _cut(style.dim, style.parts, shape[style.dim], size)})
-        return Step(names, style, placements_after(modules[name], style, size))
+        return Step(names, style, placements_after(owners[name], style, size))
     except EngineError as error:
         raise type(error)(f"{what}: {error}") from None
+
+
+def _placed_before(owners: Mapping[str, nn.Module]) -> dict[int, Placement]:
+    """Return, by id, the placements that parameters have other than that of any parameter."""
+    found = {}
+    for owner in owners.values():
+        declared: Mapping[str, Placement] = getattr(owner, "placements", {})
+        for name, value in owner._parameters.items():
+            if value is not None and declared.get(name, REPLICATED) != REPLICATED:
+                found[id(value)] = declared[name]
+    return found
+
+
+def _check_not_placed(style: Style, parameters: Iterable[Tensor], placed: Mapping[int, Placement]) -> None:
+    """Refuse what is cut already, or whose gradients are summed already and would no more be."""
+    for parameter in parameters:
+        before = placed.get(id(parameter))
+        if before is None or (before.dim is None and style == Replicated(gradient="sum")):
+            continue
+        how = "whole, with gradients summed," if before.dim is None else f"cut along dim {before.dim},"
+        raise UsageError(
+            f"a parameter of shape {tuple(parameter.shape)} lies {how} over the tensor axis already, and "
+            f"{type(style).__name__} would place it anew: place each parameter once, and leave this out of the plan"
+        )
+
+
+def _check_parents(name: str, style: Style, owners: Mapping[str, nn.Module]) -> None:
+    """Refuse a layer, or a parameter of one, of which another module reads the weights itself."""
+    parent = name.rpartition(".")[0]
+    readers = [parent, parent.rpartition(".")[0]] if isinstance(style, Sharded) else [parent]
+    for reader in readers:
+        if isinstance(owners[reader], _READ_BY_PARENT):
+            given = type(owners[reader]).__name__
+            raise UsageError(
+                f"{f'{reader!r} is' if reader else 'the whole module is'} a {given}, whose code reads the weights of "
+                f"its layers itself and does not call them, always or in eval mode: it would take a part for the "
+                f"whole; leave this out of the plan, or write the {given} with layers that its forward calls"
+            )
 
 
 def _cut(dim: int, parts: Sequence[int | Part] | None, total: int, size: int) -> Placement:
@@ -203,13 +254,21 @@ def _cut(dim: int, parts: Sequence[int | Part] | None, total: int, size: int) ->
 # ---- attributes ------------------------------------------------------------------------------------------------------
 
 
-def _changes(plan: Plan, modules: Mapping[str, nn.Module], size: int) -> tuple[Change, ...]:
+def _changes(
+    plan: Plan, modules: Mapping[str, nn.Module], placed: Mapping[int, Placement], size: int
+) -> tuple[Change, ...]:
     found: dict[tuple[int, str], Change] = {}
     for key, changes in plan.attributes.items():
         names = {id(module): name for name, module in reversed(list(modules.items())) if matches(key, name)}
         if not names:
             raise UsageError(f"plan attributes {key!r} matches no module{did_you_mean(key, _patterns(modules))}")
         for name in reversed(names.values()):
+            held = [placed[id(p)].dim for p in modules[name].parameters() if id(p) in placed]
+            if changes and any(dim is not None for dim in held):
+                raise UsageError(
+                    f"plan attributes {key!r}: {name!r} has parameters that are cut over the tensor axis already, and "
+                    f"its attributes would be divided once more: cut it by one plan, together with its attributes"
+                )
             for attribute, change in changes.items():
                 where = (id(modules[name]), attribute)
                 if where in found:
@@ -226,5 +285,11 @@ def _change(name: str, module: nn.Module, attribute: str, change: Divided, size:
         raise UsageError(
             f"plan attributes: {attribute!r} of {name!r} {what}{did_you_mean(attribute, known)}: its whole numbers are "
             f"{', '.join(known)}"
+        )
+    on_class = inspect.getattr_static(type(module), attribute, None)
+    if isinstance(on_class, property) and on_class.fset is None:
+        raise UsageError(
+            f"plan attributes: {attribute!r} of {name!r} is a property without a setter, with the value {value}: name "
+            f"the attributes that it is made of, or give it a setter"
         )
     return Change(name, attribute, value, change.apply(value, size, f"{attribute} of {name!r}"))

@@ -27,6 +27,7 @@ class Column:
     """Dim along which the input is this rank's part, under sequence parallelism."""
 
     def __post_init__(self) -> None:
+        _check_dim("Column(sequence_dim", self.sequence_dim)
         object.__setattr__(self, "parts", as_parts(self.parts))
 
 
@@ -42,6 +43,7 @@ class Row:
     """Dim along which the output is this rank's part, under sequence parallelism."""
 
     def __post_init__(self) -> None:
+        _check_dim("Row(sequence_dim", self.sequence_dim)
         object.__setattr__(self, "parts", as_parts(self.parts))
 
 
@@ -51,6 +53,9 @@ class Vocab:
 
     sequence_dim: int | None = None
     """Dim along which the output is this rank's part, under sequence parallelism."""
+
+    def __post_init__(self) -> None:
+        _check_dim("Vocab(sequence_dim", self.sequence_dim)
 
 
 @dataclass(frozen=True)
@@ -63,6 +68,9 @@ class Sharded:
     """What lies along the dim, in sizes or Parts that sum to its size; None: one part."""
 
     def __post_init__(self) -> None:
+        if self.dim is None:
+            raise UsageError("Sharded(dim=None): give the dim that is cut as an integer, counted from 0")
+        _check_dim("Sharded(dim", self.dim)
         object.__setattr__(self, "parts", as_parts(self.parts))
 
 
@@ -108,18 +116,45 @@ class Plan:
     """From a key for modules to those of their attributes that change with the sizes."""
 
     def __post_init__(self) -> None:
-        known = [kind.__name__ for kind in STYLES]
+        _check_keys("Plan(styles)", self.styles)
+        _check_keys("Plan(attributes)", self.attributes)
         for key, style in self.styles.items():
-            if not isinstance(style, STYLES):
-                given = style.__name__ if isinstance(style, type) else repr(style)
-                raise UsageError(
-                    f"plan key {key!r}: {given}{did_you_mean(given, known)} is no style: give one of "
-                    f"{', '.join(f'{name}(...)' for name in known)}"
-                )
+            _check_style(key, style)
         for key, changes in self.attributes.items():
+            _check_keys(f"plan attributes {key!r}", changes)
             for name, change in changes.items():
                 if not isinstance(change, Divided):
-                    raise UsageError(f"plan attributes {key!r}: {name} = {change!r}: give Divided(...)")
+                    given = "Divided without brackets" if change is Divided else repr(change)
+                    raise UsageError(f"plan attributes {key!r}: {name} = {given}: give Divided(...)")
+
+
+def _check_keys(what: str, given: object) -> None:
+    """Refuse what is no mapping from names."""
+    if not isinstance(given, Mapping):
+        raise UsageError(
+            f"{what}: a {type(given).__name__} is no dict: give one, as in Plan({{'layers.*.up': Column()}})"
+        )
+    wrong = next((key for key in given if not isinstance(key, str)), None)
+    if wrong is not None or None in given:
+        raise UsageError(f"{what}: key {wrong!r} is a {type(wrong).__name__}: keys are dotted names, in strings")
+
+
+def _check_style(key: str, style: object) -> None:
+    if isinstance(style, STYLES):
+        return
+    known = [kind.__name__ for kind in STYLES]
+    if isinstance(style, type) and style in STYLES:
+        raise UsageError(f"plan key {key!r}: {style.__name__} is the class and no style: write {style.__name__}()")
+    given = style.__name__ if isinstance(style, type) else repr(style)
+    raise UsageError(
+        f"plan key {key!r}: {given}{did_you_mean(given, known)} is no style: give one of "
+        f"{', '.join(f'{name}(...)' for name in known)}"
+    )
+
+
+def _check_dim(what: str, dim: object) -> None:
+    if dim is not None and (isinstance(dim, bool) or not isinstance(dim, int)):
+        raise UsageError(f"{what}={dim!r}): a dim is an integer, counted from 0")
 
 
 def as_parts(parts: Parts) -> tuple[Part, ...] | None:
