@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import socket
+import sys
+import threading
 import time
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -147,3 +150,27 @@ def test_many_stopped_ranks_are_asked_at_once(monkeypatch: pytest.MonkeyPatch) -
         own.close()
         for each in stopped:
             each.close()
+
+
+def test_no_garbage_is_collected_while_frames_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a collection runs may let another thread start a thread, which Python 3.11 then never ends."""
+    during = []
+    plain = sys._current_frames
+
+    def frames() -> dict[int, Any]:
+        during.append(gc.isenabled())
+        return plain()
+
+    monkeypatch.setattr(sys, "_current_frames", frames)
+    assert gc.isenabled()
+    found = monitoring._frame_of(threading.get_ident())
+    assert found is not None
+    assert found.f_code.co_name == "frames"
+    assert during == [False]
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        monitoring._frame_of(threading.get_ident())
+        assert not gc.isenabled(), "who has switched it off keeps it off"
+    finally:
+        gc.enable()

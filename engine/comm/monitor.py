@@ -9,6 +9,7 @@ fail because of it can tell consequence from cause.
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import math
 import secrets
@@ -18,6 +19,7 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from engine.comm.sockets import close_in_children
@@ -33,6 +35,7 @@ _MARGIN = 2.0  # seconds before a call in which another rank's failure can still
 _LIMIT = 1 << 16  # bytes of one message
 _BRIEF = 300  # letters of one call
 ADDRESS_BYTES = 128
+_READING = threading.Lock()  # one at a time, so that one does not switch collection on for another
 
 
 class Monitor:
@@ -186,7 +189,22 @@ class Monitor:
 
     def _where(self) -> str:
         """Return the line of the user's code in which the training thread is."""
-        return source_line(sys._current_frames().get(self._opener))
+        return source_line(_frame_of(self._opener))
+
+
+def _frame_of(thread: int) -> FrameType | None:
+    """Return where a thread is. Without garbage collection meanwhile: up to Python 3.11 it may let another thread run
+    that starts a thread, which waits for the list of threads that is being read here, for ever
+    (https://github.com/python/cpython/issues/106883).
+    """
+    with _READING:
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            return sys._current_frames().get(thread)
+        finally:
+            if collects:
+                gc.enable()
 
 
 def _brief(call: Call) -> str:
