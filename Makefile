@@ -24,7 +24,7 @@ train: setup ## Train a GPT on real text over data 2 x pipeline 2 x tensor 2: 8 
 # What moves values over a transport, as much as ten minutes hold. The rest is pure, names its transport, or starts
 # programs of its own; CI runs everything on both.
 TALKING := $(wildcard tests/test_communicator*.py) tests/test_comm_messages.py tests/test_comm_apart.py \
-	tests/test_comm_failures.py tests/test_zero.py tests/test_train_step.py
+	tests/test_comm_failures.py
 
 test: setup ## Run all tests, and those that move values on transport torch too.
 	$(BIN)/python -m pytest
