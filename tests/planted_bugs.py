@@ -193,8 +193,7 @@ BUGS = (
         "engine/comm/algorithms/run.py",
         "        elif each.swaps:\n            wait(works[:sends])\n",
         "",
-        ("tests/test_comm_algorithms.py",),
-        "torch",
+        ("tests/test_algorithms.py",),
     ),
     Bug(
         "shared sums of low precision rounded at every step",

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections import deque
 from fractions import Fraction
+from typing import Any, cast
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.comm.algorithms import PLANS, plan_for
 from engine.comm.algorithms.plan import Hosts, Plan, Transfer, block, elements_sent, round_of
+from engine.comm.algorithms.run import Running
 
 CASES = [(operation, algorithm) for operation, makers in PLANS.items() for algorithm in makers]
 ROOTED = ("broadcast", "reduce")
@@ -197,6 +200,38 @@ def test_hierarchical_crosses_hosts_with_a_part_only() -> None:
 def test_halving_doubling_beside_a_power_of_two_costs_the_extra_ranks_the_vector() -> None:
     sent = [elements_sent(plan_for("all_reduce", "halving_doubling", rank, 5, 16, 0, ())) for rank in range(5)]
     assert sent == [24 + 16, 24, 24, 24, 16]
+
+
+class Sender:
+    """In a messenger's place: a message leaves when its send is waited for, as a large one may, and 10 arrives."""
+
+    moves_alone = True
+
+    def tag(self) -> int:
+        return 1
+
+    def take(self, count: int, like: torch.Tensor) -> torch.Tensor:
+        return torch.full((count,), 10.0, dtype=like.dtype)
+
+    def give(self, buffer: torch.Tensor) -> None:
+        del buffer
+
+    def start(self, sends: list[Any], receives: list[Any], tag: int) -> list[str]:
+        del receives, tag
+        self.outgoing = sends[0][0]
+        return ["send", "receive"]
+
+    def wait(self, works: list[str]) -> None:
+        if "send" in works:
+            self.left = self.outgoing.clone()
+
+
+def test_what_is_swapped_leaves_before_it_is_reduced_into() -> None:
+    vector, messenger = torch.arange(4.0), Sender()
+    plan = plan_for("all_reduce", "doubling", 0, 2, 4, 0, ())
+    Running(cast(Any, messenger), plan, lambda start, stop: vector[start:stop], "sum", vector).wait()
+    assert messenger.left.tolist() == [0.0, 1.0, 2.0, 3.0]
+    assert vector.tolist() == [10.0, 11.0, 12.0, 13.0]
 
 
 def test_the_checker_sees_deadlocks_and_wrong_slices() -> None:
