@@ -71,6 +71,14 @@ class _ParallelLinear(nn.Module):
         self.in_features, self.out_features, self.comm = in_features, out_features, comm
         self.sequence_dim = sequence_dim
 
+    def _draw_shards(self, bias: bool, init: Init | None, dtype: torch.dtype | None) -> None:
+        """Draw the whole weight and bias, and keep what the placements say."""
+        weight, full_bias = _draw(self.in_features, self.out_features, bias, init, dtype)
+        self.weight = keep_shard(weight, self.placements["weight"], self.comm)
+        self._shard = self.weight.shape
+        kept = None if full_bias is None else keep_shard(full_bias, self.placements["bias"], self.comm)
+        self.register_parameter("bias", kept)
+
     def matrix(self) -> Tensor:
         """Return the (local out, local in) matrix that forward multiplies with. A subclass that stores it transposed
         overrides this.
@@ -176,10 +184,7 @@ class ColumnParallelLinear(_ParallelLinear):
             raise UsageError(f"ColumnParallelLinear: {placement.parts}: only a single part can be padded")
         self.gather_output, self.return_bias = gather_output, return_bias
         self.placements = {"weight": placement, "bias": placement}
-        weight, full_bias = _draw(in_features, out_features, bias, init, dtype)
-        self.weight = keep_shard(weight, placement, comm)
-        self._shard = self.weight.shape
-        self.register_parameter("bias", None if full_bias is None else keep_shard(full_bias, placement, comm))
+        self._draw_shards(bias, init, dtype)
         self._padding = placement.padding(comm.rank, comm.size)
 
     @classmethod
@@ -291,10 +296,7 @@ class RowParallelLinear(_ParallelLinear):
             "weight": placement,
             "bias": Placement(gradient="equal" if sequence_dim is None else "sum"),
         }
-        weight, full_bias = _draw(in_features, out_features, bias, init, dtype)
-        self.weight = keep_shard(weight, placement, comm)
-        self._shard = self.weight.shape
-        self.register_parameter("bias", None if full_bias is None else keep_shard(full_bias, Placement(), comm))
+        self._draw_shards(bias, init, dtype)
 
     @classmethod
     def from_linear(
