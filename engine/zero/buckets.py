@@ -66,6 +66,11 @@ class FlatBucket:
         """This rank's part of the parameters, a view."""
         return self.flat[self.start : self.stop]
 
+    @property
+    def updated(self) -> tuple[int, int]:
+        """The elements [start, stop) that this rank updates: all at stage 0, else its shard."""
+        return (0, self.plan.used) if self.stage == 0 else (self.start, self.stop)
+
     def gradient(self, start: int, stop: int) -> Tensor:
         """Return the reduced gradients of bucket elements [start, stop), a view; outside the shard only at stage 0."""
         offset = 0 if self.keep_gradients else self.start

@@ -9,7 +9,6 @@ parameters instead. Method: ZeRO, arXiv:1910.02054.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
@@ -24,13 +23,13 @@ from engine.errors import UsageError
 from engine.placement import Tied, placements_of, ties_of
 from engine.zero.buckets import FlatBucket
 from engine.zero.groups import Named, agreed_groups, check_replicas, check_shards, options_of
+from engine.zero.inner import make_inner
 from engine.zero.norm import clip_factor, global_norm
 from engine.zero.plan import ParameterInfo, plan_buckets
 from engine.zero.sharing import SharedParameters
 from engine.zero.ties import share
 
 _MIB = 2**20
-_PIECE = 1 << 17  # elements that an optimizer which passes over memory several times updates at once: cache size
 
 
 class ZeroOptimizer(torch.optim.Optimizer):
@@ -94,7 +93,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             FlatBucket(plan, parameters, mesh.data, mesh.device, stage=stage, share=shares)
             for plan in plan_buckets(self._infos, bucket_mib * _MIB, mesh.data.size)
         ]
-        self._inner = self._make_inner(optimizer_class, placed, optimizer_kwargs)
+        self._inner = make_inner(optimizer_class, placed, optimizer_kwargs, self._buckets, self._infos)
         self._phase = "collecting"
         outer = [
             {**options_of(group), "params": [p for _, p in members]}
@@ -253,32 +252,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if any(tie.name == name and tie.stages[0] != self._mesh.pipeline.rank for tie, _ in self._ties):
             return ()
         return self._placements[name].counted(parameter.shape, self._mesh.tensor.rank, self._mesh.tensor.size)
-
-    def _make_inner(
-        self,
-        optimizer_class: type[torch.optim.Optimizer],
-        placed: Sequence[tuple[dict[str, Any], list[Named]]],
-        kwargs: dict[str, Any],
-    ) -> torch.optim.Optimizer:
-        """Build the user's optimizer over the runs of elements that this rank updates, each of one parameter group."""
-        members: list[list[Tensor]] = [[] for _ in placed]
-        accepted = inspect.signature(optimizer_class).parameters
-        longest = None
-        if "foreach" in accepted and not {"foreach", "fused"} & kwargs.keys():
-            # The runs are few and long. torch's own choice would also wake an NPU from a CPU run.
-            kwargs = {**kwargs, "foreach": False}
-            longest = _PIECE if self._mesh.device.type == "cpu" else None
-        for bucket in self._buckets:
-            bounds = (0, bucket.plan.used) if self._stage == 0 else (bucket.start, bucket.stop)
-            for run in bucket.plan.ranges(*bounds, key=lambda index: self._infos[index].group):
-                assert isinstance(run.key, int)
-                for start in range(run.start, run.stop, longest or run.stop):
-                    stop = min(run.stop, start + longest) if longest else run.stop
-                    part = bucket.flat[start:stop].detach()
-                    part.grad = bucket.gradient(start, stop)
-                    members[run.key].append(part)
-        groups = [{**options, "params": parts} for (options, _), parts in zip(placed, members, strict=True)]
-        return optimizer_class(groups, **kwargs)
 
     def _check_parameters(self) -> None:
         displaced = [self._named[index][0] for bucket in self._buckets for index in bucket.displaced()]
