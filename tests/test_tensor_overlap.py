@@ -355,14 +355,17 @@ def run_compiled(mesh: Mesh, backend: str, dim: int | None) -> list[dict[str, An
     return found
 
 
-@pytest.mark.parametrize(("n", "dim"), [(1, None), (2, None), (2, 1)])
-def test_a_compiled_block_gives_the_same_numbers(world: World, n: int, dim: int | None) -> None:
+@pytest.mark.parametrize(
+    ("backend", "n", "dim"), [("aot_eager", 1, None), ("inductor", 2, None), ("aot_eager", 2, 1)]
+)
+def test_a_compiled_block_gives_the_same_numbers(world: World, backend: str, n: int, dim: int | None) -> None:
+    """Once through the compiler's own kernels, which take seconds to build."""
     torch.manual_seed(5)
     plain = Block(None)
     x = wave(1, 4, 8, 8).requires_grad_()
     y = plain(x)
     y.square().sum().backward()
-    for rank, (eager, compiled) in enumerate(world.run(Layout(tensor=n), run_compiled, "aot_eager", dim)):
+    for rank, (eager, compiled) in enumerate(world.run(Layout(tensor=n), run_compiled, backend, dim)):
         for name, value in eager.items():
             torch.testing.assert_close(compiled[name], value, **TIGHT, msg=name)
         for name, full in (("y", y.detach()), ("x", x.grad)):
