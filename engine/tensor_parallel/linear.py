@@ -234,9 +234,8 @@ class ColumnParallelLinear(_ParallelLinear):
             y = F.linear(x, self.matrix(), bias)
             inner = None if adapter is None else F.linear(x, adapter.a)
         else:
-            y, inner = column_product(
-                x, self.matrix(), bias, None if adapter is None else adapter.a, comm, self.sequence_dim
-            )
+            a = None if adapter is None else adapter.a
+            y, inner = column_product(x, self.matrix(), bias, a, comm, self.sequence_dim, self._padding)
         if adapter is not None and inner is not None:
             y = torch.add(y, F.linear(inner, adapter.b), alpha=adapter.scale)
         if self._padding and not self.gather_output:

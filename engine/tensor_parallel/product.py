@@ -22,20 +22,27 @@ from engine.comm.communicator import Communicator
 
 
 def column_product(
-    x: Tensor, weight: Tensor, bias: Tensor | None, adapter: Tensor | None, comm: Communicator, dim: int | None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    adapter: Tensor | None,
+    comm: Communicator,
+    dim: int | None,
+    padding: int,
 ) -> tuple[Tensor, Tensor | None]:
     """Return x W^T + b, and x A^T where there is an adapter A, of which each rank uses only a part.
 
     x: (..., in), equal on all ranks; with `dim` this rank's part along it, gathered here. weight: (out / T, in), bias:
     (out / T,), adapter: (rank, in). Results: (..., out / T) and (..., rank) of the gathered input. Only `x` as it is
-    given is kept for backward. There the input gradient is summed (with `dim`: reduce-scattered) while the others are
+    given is kept for backward. The last `padding` rows of the weight give outputs that have no gradient, and hold
+    anything. In backward the input gradient is summed (with `dim`: reduce-scattered) while the others are
     computed. One backward only.
     """
     x, weight = _autocast(x), _autocast(weight)
     bias = None if bias is None else _autocast(bias)
     if adapter is None:
-        return apply(_ColumnProduct, x, weight, bias, None, comm, dim), None
-    return cast(tuple[Tensor, Tensor], apply(_ColumnProduct, x, weight, bias, _autocast(adapter), comm, dim))
+        return apply(_ColumnProduct, x, weight, bias, None, comm, dim, padding), None
+    return cast(tuple[Tensor, Tensor], apply(_ColumnProduct, x, weight, bias, _autocast(adapter), comm, dim, padding))
 
 
 def row_product(partial: Tensor, comm: Communicator, dim: int | None) -> Tensor:
@@ -64,8 +71,9 @@ class _ColumnProduct(torch.autograd.Function):
         adapter: Tensor | None,
         comm: Communicator,
         dim: int | None,
+        padding: int,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        ctx.comm, ctx.dim = comm, dim
+        ctx.comm, ctx.dim, ctx.real = comm, dim, weight.shape[0] - padding
         needs_x, needs_weight, _, needs_adapter, *_ = ctx.needs_input_grad
         matrices = (weight, adapter) if needs_x else (None, None)
         ctx.save_for_backward(x if needs_weight or needs_adapter else None, *matrices)
@@ -83,7 +91,7 @@ class _ColumnProduct(torch.autograd.Function):
         gathered = None if x is None or dim is None else _launch(comm, comm.all_gather, x, dim)
         summed: Callable[[], Tensor] | None = None
         if needs_x:
-            grad_x = grads[0] @ weight
+            grad_x = grads[0][..., : ctx.real] @ weight[: ctx.real]
             if adapter is not None:
                 grad_x += grads[1] @ adapter
             summed = (
@@ -95,7 +103,7 @@ class _ColumnProduct(torch.autograd.Function):
         whole = gathered() if gathered else x
         grad_weight = _rows(grads[0]).t() @ _rows(whole) if needs_weight else None
         grad_adapter = _rows(grads[1]).t() @ _rows(whole) if needs_adapter else None
-        return summed() if summed else None, grad_weight, grad_bias, grad_adapter, None, None
+        return summed() if summed else None, grad_weight, grad_bias, grad_adapter, None, None, None
 
 
 class _SumInPlace(torch.autograd.Function):

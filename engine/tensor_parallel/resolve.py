@@ -273,6 +273,11 @@ def _changes(
                 where = (id(modules[name]), attribute)
                 if where in found:
                     raise UsageError(f"attribute {attribute!r} of {name!r} is changed twice: leave one out")
+                if attribute in getattr(modules[name], "divided_attributes", ()):
+                    raise UsageError(
+                        f"plan attributes {key!r}: {attribute!r} of {name!r} was changed by a plan before, to "
+                        f"{getattr(modules[name], attribute)}, and would be divided once more: apply a plan once"
+                    )
                 found[where] = _change(name, modules[name], attribute, change, size)
     return tuple(found.values())
 
