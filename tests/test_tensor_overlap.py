@@ -204,11 +204,13 @@ def test_what_cannot_be_cut_is_refused_at_construction_with_the_numbers() -> Non
         ]
     )
     assert texts == [
-        "ColumnParallelLinear: out_features=16 is not the sum 12 of parts=(4, 8): let the two agree",
-        "RowParallelLinear: in_features=16 is not the sum 12 of parts=(4, 8): let the two agree",
-        "ColumnParallelLinear: out_features over axis 'tensor', parts=(10, 6): a part of 10 elements: 10 does not "
+        "ColumnParallelLinear: out_features over axis 'tensor': its parts are 4 + 8 = 12 elements, but dim 0 has "
+        "16: let them sum to it",
+        "RowParallelLinear: in_features over axis 'tensor': its parts are 4 + 8 = 12 elements, but dim 1 has "
+        "16: let them sum to it",
+        "ColumnParallelLinear: out_features over axis 'tensor': a part of 10 elements: 10 does not "
         "divide by 4: use a multiple of 4, or a size that divides 10",
-        "ColumnParallelLinear: out_features over axis 'tensor', parts=(12,): 6 heads do not divide over 4 ranks, nor 4 "
+        "ColumnParallelLinear: out_features over axis 'tensor': 6 heads do not divide over 4 ranks, nor 4 "
         "ranks over the heads: use a multiple or a divisor of 4 heads",
         f"ColumnParallelLinear: gather_output=True with {tuple(shared)}: ranks share heads, whose gradients would be "
         "counted several times: use at least 4 heads, or leave it out",

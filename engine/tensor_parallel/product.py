@@ -38,11 +38,11 @@ def column_product(
     anything. In backward the input gradient is summed (with `dim`: reduce-scattered) while the others are
     computed. One backward only.
     """
-    x, weight = _autocast(x), _autocast(weight)
-    bias = None if bias is None else _autocast(bias)
+    x, weight = autocast(x), autocast(weight)
+    bias = None if bias is None else autocast(bias)
     if adapter is None:
         return apply(_ColumnProduct, x, weight, bias, None, comm, dim, padding), None
-    return cast(tuple[Tensor, Tensor], apply(_ColumnProduct, x, weight, bias, _autocast(adapter), comm, dim, padding))
+    return cast(tuple[Tensor, Tensor], apply(_ColumnProduct, x, weight, bias, autocast(adapter), comm, dim, padding))
 
 
 def row_product(partial: Tensor, comm: Communicator, dim: int | None) -> Tensor:
@@ -53,10 +53,10 @@ def row_product(partial: Tensor, comm: Communicator, dim: int | None) -> Tensor:
     return apply(_SumInPlace, partial, comm) if dim is None else reduce_scatter_all_gather(partial, comm, dim)
 
 
-def _autocast(x: Tensor) -> Tensor:
+def autocast(x: Tensor) -> Tensor:
     """Return `x` as a linear layer takes it under torch.autocast: a function of its own is not cast by torch."""
     kind = x.device.type
-    if torch.is_autocast_enabled(kind) and x.is_floating_point() and x.dtype != torch.float64:
+    if kind != "meta" and torch.is_autocast_enabled(kind) and x.is_floating_point() and x.dtype != torch.float64:
         return x.to(torch.get_autocast_dtype(kind))
     return x
 
