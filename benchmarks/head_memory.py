@@ -2,8 +2,8 @@
 
     python -m benchmarks.head_memory --tokens 4096 --vocabulary 131072 --hidden 1024
 
-Memory is what the kernel counts: how much the process grew at most, less what any way must hold, the gradients of
-weight and hidden states. Each way has a process of its own, one after the other. Linux only.
+Memory is what the kernel counts: how much the process grew at most, with the gradients of weight and hidden states,
+which any way must hold in the end. Each way has a process of its own, one after the other. Linux only.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ WAYS = ("apart", "fused")
 
 
 def measure(way: str, tokens: int, vocabulary: int, hidden_size: int) -> tuple[float, float]:
-    """Return the MiB by which memory grew beyond the gradients, and seconds, in float32."""
+    """Return the MiB by which memory grew at most, and seconds, in float32."""
     comm = engine.plan_mesh(Layout(), 0).tensor
     torch.manual_seed(0)
     hidden = torch.randn(tokens, hidden_size, requires_grad=True)
@@ -39,8 +39,7 @@ def measure(way: str, tokens: int, vocabulary: int, hidden_size: int) -> tuple[f
         loss = vocab_parallel_cross_entropy(F.linear(hidden, weight), target, comm)
     loss.mean().backward()
     seconds = time.perf_counter() - started
-    gradients = 4 * (hidden.numel() + weight.numel()) / 2**20
-    return _status("VmHWM") - before - gradients, seconds
+    return _status("VmHWM") - before, seconds
 
 
 def _status(name: str) -> float:
@@ -54,13 +53,14 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     given = parser.parse_args()
     print(summary("cpu"))
+    gradients = 4 * given.hidden * (given.tokens + given.vocabulary) / 2**20
     print(f"{given.tokens} tokens, vocabulary {given.vocabulary}, hidden {given.hidden}, float32")
     found = []
     for way in WAYS:
         with multiprocessing.get_context("spawn").Pool(1) as pool:
             found.append(pool.apply(measure, (way, given.tokens, given.vocabulary, given.hidden)))
         mib, seconds = found[-1]
-        print(f"{way:>5}: {mib:8.0f} MiB beyond the gradients, {seconds:6.1f} s")
+        print(f"{way:>5}: {mib:8.0f} MiB, of them {gradients:.0f} of gradients, {seconds:6.1f} s")
     print(f"fused / apart: memory {found[1][0] / found[0][0]:.3f}, time {found[1][1] / found[0][1]:.2f}")
 
 

@@ -67,11 +67,13 @@ class Alone:
         return x
 
 
-def head_and_loss(together: bool, tokens: int, vocabulary: int, device: str, dtype: torch.dtype) -> Callable[[], None]:
-    """Return forward and backward of a head of hidden size 8 and its loss."""
+def head_and_loss(
+    together: bool, tokens: int, vocabulary: int, device: str, dtype: torch.dtype, width: int = 8
+) -> Callable[[], None]:
+    """Return forward and backward of a head of hidden size `width` and its loss."""
     comm: Any = Alone() if device == "meta" else engine.plan_mesh(Layout(), 0).tensor
-    hidden = torch.ones(tokens, 8, device=device, dtype=dtype, requires_grad=True)
-    weight = torch.ones(vocabulary, 8, device=device, dtype=dtype, requires_grad=True)
+    hidden = torch.ones(tokens, width, device=device, dtype=dtype, requires_grad=True)
+    weight = torch.ones(vocabulary, width, device=device, dtype=dtype, requires_grad=True)
     target = torch.zeros(tokens, dtype=torch.int64, device=device)
 
     def run() -> None:
@@ -91,18 +93,21 @@ def live_peak(together: bool, *case: Any) -> int:
     return live.peak
 
 
-@pytest.mark.parametrize(("dtype", "width"), [(torch.float32, 4 + 4), (torch.bfloat16, 4 + 4 + 2)], ids=str)
-def test_at_128k_ids_and_4k_tokens_the_fused_peak_is_less_than_a_quarter(dtype: torch.dtype, width: int) -> None:
+@pytest.mark.parametrize("width", [8, 1024])
+@pytest.mark.parametrize(("dtype", "bytes_each"), [(torch.float32, 4 + 4), (torch.bfloat16, 4 + 4 + 2)], ids=str)
+def test_at_128k_ids_and_4k_tokens_the_fused_peak_is_less_than_a_quarter(
+    dtype: torch.dtype, bytes_each: int, width: int
+) -> None:
     """On meta, where the same operations make the same tensors, but without memory. Apart, each of the 2^29 logits has
     an exponential and a gradient in single precision, and then the latter in half; together there is one chunk, and
-    the weight's gradient.
+    the gradients of weight and hidden states, which any way must hold.
     """
-    case = (4096, 131072, "meta", dtype)
+    case = (4096, 131072, "meta", dtype, width)
     apart, together = live_peak(False, *case), live_peak(True, *case)
-    assert apart == pytest.approx(2**29 * width, rel=0.02)
+    assert apart == pytest.approx(2**29 * bytes_each, rel=0.02)
     assert together < apart / 4
-    weight = 131072 * 8 * (4 if dtype == torch.float32 else 4 + 2)  # the sum, and in half precision one chunk's
-    assert together == pytest.approx(CHUNK_BYTES + weight, rel=0.02)
+    weight = 131072 * width * (4 if dtype == torch.float32 else 4 + 2)  # the sum, and in half precision one chunk's
+    assert together == pytest.approx(CHUNK_BYTES + weight + 4096 * width * dtype.itemsize, rel=0.02)
 
 
 def high_water(_: Mesh, together: bool, *case: Any) -> int:
