@@ -1,4 +1,4 @@
-"""With `checks=True` the tensor ranks compare values where shapes cannot tell a part from a whole."""
+"""With `checks=True` ranks compare values where shapes tell nothing: a part for a whole, and rows of a batch."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, DistributedSampler
 
 import engine
-from engine import Layout
+from engine import LayerSpec, Layout
+from engine.errors import EngineError
 from engine.tensor_parallel import (
     ColumnParallelLinear,
     VocabParallelEmbedding,
@@ -99,3 +101,48 @@ def test_what_is_right_passes_with_the_same_numbers_sent_and_found(world: World)
         for one, two in zip(checked[0], unchecked[0], strict=True):
             for name, value in two.items():
                 torch.testing.assert_close(one[name], value, **TIGHT, msg=name)
+
+
+# ---- rows ------------------------------------------------------------------------------------------------------------
+
+
+def sample(mesh: Mesh, by_data_rank: bool) -> tuple[list[list[int]], str]:
+    """Return the rows of two epochs from torch's sampler, and what TrainStep says of the first batch."""
+    size, rank = (mesh.data.size, mesh.data.rank) if by_data_rank else (mesh.world.size, mesh.world.rank)
+    rows = torch.arange(8)
+    sampler = DistributedSampler(rows, num_replicas=size, rank=rank, shuffle=True, seed=mesh.seed)
+    loader = DataLoader(rows, batch_size=8 // size, sampler=sampler)
+    epochs = []
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        (batch,) = loader
+        epochs.append(batch.tolist())
+    specs = [LayerSpec(nn.Linear, 1, 1, dtype=DOUBLE) for _ in range(2)]
+    model = engine.PipelineModel(specs, mesh, balance="uniform")
+    optimizer = engine.zero.ZeroOptimizer(model, torch.optim.SGD, mesh, lr=0.1)
+    step = engine.TrainStep(model, optimizer, lambda y, t: ((y - t).square().sum(), t.numel()), mesh)
+    x = torch.tensor(epochs[0], dtype=DOUBLE)[:, None]
+    try:
+        step(x, x)
+    except EngineError as error:
+        return epochs, str(error)
+    return epochs, ""
+
+
+@pytest.mark.parametrize("layout", [Layout(data=2, tensor=2), Layout(data=2, pipeline=2)], ids=str)
+def test_b27_a_sampler_by_data_rank_gives_the_rows_of_a_data_rank_to_all_its_ranks(
+    world: World, layout: Layout
+) -> None:
+    """And one by global rank, which trains on rows that do not belong together, is refused."""
+    found = world.run(layout, sample, True, checks=True)
+    of_data = {layout.coordinate(rank).data: rows for rank, (rows, _) in enumerate(found)}
+    for rank, (rows, error) in enumerate(found):
+        assert rows == of_data[layout.coordinate(rank).data]
+        assert error == ""
+    for epoch in range(2):
+        assert sorted(of_data[0][epoch] + of_data[1][epoch]) == list(range(8))
+    assert of_data[0][0] != of_data[0][1], "shuffled anew in each epoch"
+    for _, error in world.run(layout, sample, False, checks=True):
+        axis = "tensor" if layout.tensor > 1 else "pipeline"
+        assert "the batch given to TrainStep, which all tensor and pipeline ranks share, differs" in error
+        assert f"over axis '{axis}'" in error
