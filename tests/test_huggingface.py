@@ -39,16 +39,16 @@ KINDS = {
 }
 
 
-def config_of(kind: str, attention: str) -> Any:
+def config_of(kind: str, attention: str, **more: Any) -> Any:
     import transformers
 
     options = dict(KINDS[kind])
     name = kind.split(",")[0]
     common = {"vocab_size": VOCABULARY, "attn_implementation": attention, "bos_token_id": 1, "eos_token_id": 2}
+    common |= {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0} if name == "gpt2" else {}
+    common |= more
     if name == "gpt2":
-        return transformers.GPT2Config(
-            n_embd=32, n_layer=2, n_head=4, n_positions=16, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, **common
-        )
+        return transformers.GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=16, **common)
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "max_position_embeddings": 16}
     if name == "bert":
         return transformers.BertConfig(num_attention_heads=4, pad_token_id=0, **sizes, **common)
@@ -90,11 +90,13 @@ def model_class(kind: str, head: str = "") -> Any:
     return getattr(transformers, head or heads.get(name, f"{name.capitalize()}ForCausalLM"))
 
 
-def build(kind: str, attention: str = "sdpa", head: str = "", device: str = "cpu") -> nn.Module:
-    """Return a model in float64, all of its parameters drawn, norms and biases too."""
+def build(
+    kind: str, attention: str = "sdpa", head: str = "", device: str = "cpu", config: dict[str, Any] | None = None
+) -> nn.Module:
+    """Return a model in float64, all of its parameters drawn, norms and biases too. config: other options of it."""
     torch.manual_seed(7)
     with torch.device(device):
-        model = model_class(kind, head)(config_of(kind, attention)).double().eval()
+        model = model_class(kind, head)(config_of(kind, attention, **config or {})).double().eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if not parameter.is_meta:

@@ -3,6 +3,7 @@
 from engine.tensor_parallel.embedding import VocabParallelEmbedding
 from engine.tensor_parallel.head import vocab_parallel_linear_cross_entropy
 from engine.tensor_parallel.huggingface import huggingface_plan
+from engine.tensor_parallel.huggingface_dropout import huggingface_dropouts
 from engine.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from engine.tensor_parallel.lora import LoRALinear, lora
 from engine.tensor_parallel.loss import vocab_parallel_cross_entropy
@@ -28,6 +29,7 @@ __all__ = [
     "Vocab",
     "VocabParallelEmbedding",
     "describe",
+    "huggingface_dropouts",
     "huggingface_plan",
     "lora",
     "parallelize",

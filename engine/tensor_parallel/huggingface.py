@@ -28,7 +28,8 @@ def huggingface_plan(model_or_config: Any, *, logits: Literal["whole", "split"] 
     The vocabulary is filled up where it does not divide; key and value heads that are fewer than ranks are shared. The
     number of attention heads and the inner size of the MLP must divide by the tensor size. Dropout in the model's
     own code takes torch's generator, which must be equal on all ranks, as TrainStep makes it: whole activations then
-    lose the same elements everywhere, and so do attention weights, head by head of each rank.
+    lose the same elements everywhere, and so do attention weights, head by head of each rank. For masks that differ by
+    head and do not depend on the layout, see `huggingface_dropouts`.
 
     Raises UsageError for a type without a plan.
     """
