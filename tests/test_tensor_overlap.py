@@ -368,7 +368,7 @@ def test_a_compiled_block_gives_the_same_numbers(world: World, backend: str, n: 
     x = wave(1, 4, 8, 8).requires_grad_()
     y = plain(x)
     y.square().sum().backward()
-    for rank, (eager, compiled) in enumerate(world.run(Layout(tensor=n), run_compiled, backend, dim)):
+    for rank, (eager, compiled) in enumerate(world.run(Layout(tensor=n), run_compiled, backend, dim, timeout=180.0)):
         for name, value in eager.items():
             torch.testing.assert_close(compiled[name], value, **TIGHT, msg=name)
         for name, full in (("y", y.detach()), ("x", x.grad)):
