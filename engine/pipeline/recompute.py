@@ -44,9 +44,10 @@ def check_recompute(recompute: Recompute) -> None:
 def recompute_parts(model: nn.Module, recompute: Recompute, mesh: Mesh) -> None:
     """Make the chosen modules run again in backward. model: its children are this rank's layers, by their index.
 
-    Of chosen modules one inside another, the outer one is taken. With `recompute`, every rank of the mesh must call it;
-    the ranks compare what they were given, and which patterns match. On a plan of several stages (`plan_mesh`) nobody
-    knows the others' names, and a pattern that matches nothing is not found.
+    Of chosen modules one inside another, the outer one is taken. Hooks on a chosen module run again with it. With
+    `recompute`, every rank of the mesh must call it; the ranks compare what they were given, and which patterns match.
+    On a plan of several stages (`plan_mesh`) nobody knows the others' names, and a pattern that matches nothing is not
+    found.
 
     Raises UsageError on every rank for choices that differ or a pattern that matches no module of any stage.
     """
