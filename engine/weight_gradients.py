@@ -120,23 +120,36 @@ class WeightGradients:
 
     # ---- inside ----------------------------------------------------------------------------------------------------
 
-    def catches(self, weight: Tensor) -> bool:
-        """Whether the gradient of `weight` can be handed over."""
-        if type(weight) is not nn.Parameter or not (weight.requires_grad and torch.is_grad_enabled()):
-            return False
-        if weight.dim() != 2 or not weight.is_floating_point() or weight.layout is not torch.strided:
-            return False
-        sink = self._sinks.get(id(weight))
-        own = None if sink is None else sink.hook
-        if weight._backward_hooks or any(hook != own for hook in weight._post_accumulate_grad_hooks or ()):
-            return False
+    def parameter_of(self, weight: Tensor) -> tuple[nn.Parameter, bool] | None:
+        """Return the parameter whose gradient is handed over for this factor of a product, and whether the factor is
+        its transpose; None where the gradient is autograd's.
+        """
+        if not (isinstance(weight, Tensor) and weight.requires_grad and torch.is_grad_enabled()):
+            return None
+        base = weight._base
+        transposed = base is not None and weight.dim() == base.dim() == 2 and _geometry(weight) == _geometry(base.t())
+        parameter = base if transposed else weight
+        if type(parameter) is not nn.Parameter or not self._is_plain(parameter):
+            return None
         # What functions of torch.func transform is a function's own rule, which the caught product lacks.
-        return not (torch.is_autocast_enabled(weight.device.type) or torch._C._are_functorch_transforms_active())
+        if torch.is_autocast_enabled(weight.device.type) or torch._C._are_functorch_transforms_active():
+            return None
+        return parameter, transposed
 
-    def hand_over(self, weight: nn.Parameter, left: Tensor, right: Tensor) -> Tensor | None:
-        """Take left^T right, or return it where nothing takes."""
+    def _is_plain(self, parameter: nn.Parameter) -> bool:
+        """Whether a sink can do all that autograd would."""
+        if parameter.dim() != 2 or not parameter.is_floating_point() or parameter.layout is not torch.strided:
+            return False
+        sink = self._sinks.get(id(parameter))
+        own = None if sink is None else sink.hook
+        return not parameter._backward_hooks and all(h == own for h in parameter._post_accumulate_grad_hooks or ())
+
+    def hand_over(self, weight: nn.Parameter, transposed: bool, left: Tensor, right: Tensor) -> Tensor | None:
+        """Take left^T right, the gradient of the weight or of its transpose; or return it where nothing takes."""
         if not self._takes:
             return _product(left, right)
+        if transposed:
+            left, right = right, left
         if self._key is None:
             self._add(weight, left, right)
         else:
@@ -172,14 +185,16 @@ class _Catching(TorchFunctionMode):
         if torch.compiler.is_compiling():
             return func(*args, **options)
         if func is F.linear:
-            x, weight, bias = _of_linear(*args, **options)
-            if self._fits(x, weight, bias, 0):
-                return _linear(self.owner, False, x, weight, bias)
+            caught = self._product(*_of_linear(*args, **options), 0)
+            if caught is not None:
+                return caught
         elif func is torch.addmm:
-            if len(args) == 3 and not options and self._fits(args[1], args[2], args[0], 1):
-                return _linear(self.owner, True, args[1], args[2], args[0])
+            caught = self._product(args[1], args[2], args[0], 1) if len(args) == 3 and not options else None
+            if caught is not None:
+                return caught
         elif func is weight_gradient_of:
-            return partial(self.owner.hand_over, *args) if self.owner.catches(*args) else _product
+            found = self.owner.parameter_of(args[0])
+            return partial(self.owner.hand_over, *found) if found else _product
         elif func is torch.autograd.backward and options.get("inputs") is None:
             # torch leaves a mode while it handles such a call, but recomputed forwards inside must see it as the first
             # ones did. An edge of the graph is no tensor, so this is not handled again.
@@ -191,15 +206,23 @@ class _Catching(TorchFunctionMode):
                 return func(*args, **options)
         return func(*args, **options)
 
-    def _fits(self, x: Any, weight: Any, bias: Any, out: int) -> bool:
-        """Whether the weight gradient of this product can be handed over. out: the weight's dim of the outputs."""
-        if not self.owner.catches(weight) or type(x) not in (Tensor, nn.Parameter) or x.layout is not torch.strided:
-            return False
-        return bias is None or (isinstance(bias, Tensor) and bias.shape == weight.shape[out : out + 1])
+    def _product(self, x: Any, weight: Any, bias: Any, out: int) -> Tensor | None:
+        """Return the product, if its weight gradient can be handed over. out: the weight's dim of the outputs."""
+        found = self.owner.parameter_of(weight)
+        if found is None or type(x) not in (Tensor, nn.Parameter) or x.layout is not torch.strided:
+            return None
+        if not (bias is None or (isinstance(bias, Tensor) and bias.shape == weight.shape[out : out + 1])):
+            return None
+        parameter, transposed = found
+        return _linear(self.owner, parameter, transposed != bool(out), x, bias)
 
 
 def _of_linear(input: Any, weight: Any, bias: Any = None) -> tuple[Any, Any, Any]:  # noqa: A002 (torch's name)
     return input, weight, bias
+
+
+def _geometry(x: Tensor) -> tuple[Any, ...]:
+    return x.shape, x.stride(), x.storage_offset()
 
 
 class _Linear(torch.autograd.Function):
@@ -207,10 +230,10 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, owner: WeightGradients, transposed: bool, x: Tensor, weight: nn.Parameter, bias: Tensor | None
+        ctx: Any, owner: WeightGradients, weight: nn.Parameter, transposed: bool, x: Tensor, bias: Tensor | None
     ) -> Tensor:
-        ctx.owner, ctx.transposed, ctx.weight = owner, transposed, weight
-        ctx.save_for_backward(x, weight if ctx.needs_input_grad[2] else None)
+        ctx.hand_over, ctx.transposed = partial(owner.hand_over, weight, transposed), transposed
+        ctx.save_for_backward(x, weight if ctx.needs_input_grad[3] else None)
         matrix = weight if transposed else weight.t()
         # Into memory of its own: a view of the product could not be changed in place outside of this function.
         y = x.new_empty(*x.shape[:-1], matrix.shape[1])
@@ -224,11 +247,10 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         grad = grads[0]
-        _, _, needs_x, _, needs_bias = ctx.needs_input_grad
+        *_, needs_x, needs_bias = ctx.needs_input_grad
         of_x = (_rows(grad) @ (weight.t() if ctx.transposed else weight)).view(x.shape) if needs_x else None
         of_bias = _rows(grad).sum(0) if needs_bias else None
-        of_weight = ctx.owner.hand_over(ctx.weight, *((x, grad) if ctx.transposed else (grad, x)))
-        return None, None, of_x, of_weight, of_bias
+        return None, ctx.hand_over(grad, x), None, of_x, of_bias
 
 
 _linear: Callable[..., Tensor] = _Linear.apply  # which torch leaves untyped

@@ -101,6 +101,10 @@ def autocast(m: Any, x: Tensor) -> Tensor:
     return m.second(y)
 
 
+def deep() -> nn.Module:
+    return Of(recomputed(False), part=mlp(), last=linear())
+
+
 def attention(m: Any, x: Tensor) -> Tensor:
     return m.attention(x, x, m.into(x))[0]
 
@@ -109,30 +113,67 @@ def recomputed(reentrant: bool) -> Callable[..., Tensor]:
     return lambda m, x: m.last(checkpoint(m.part, x, use_reentrant=reentrant))
 
 
+def by_hand(m: Any, x: Tensor) -> Tensor:
+    return x @ m.part.weight.t() + F.linear(x, m.part.weight.t(), m.part.bias)
+
+
+def by_keyword(m: Any, x: Tensor) -> Tensor:
+    return F.linear(bias=m.part.bias, input=x, weight=m.part.weight)
+
+
+def scaled(m: Any, x: Tensor) -> Tensor:
+    return torch.addmm(m.part.bias, x.view(-1, 4), m.part.weight, beta=2)
+
+
+def with_one_bias(m: Any, x: Tensor) -> Tensor:
+    return torch.addmm(m.part.bias, x.view(-1, 4), m.part.weight)
+
+
+def with_gaps(m: Any, x: Tensor) -> Tensor:
+    return m.second(m.first(x.transpose(0, 1)).transpose(0, 1)).transpose(0, -1)
+
+
+def shifted(m: Any, x: Tensor) -> Tensor:
+    return m.part(x).view(-1, 2, 2) + m.shift.weight
+
+
+def convolved(m: Any, x: Tensor) -> Tensor:
+    return m.part(m.conv(x.reshape(1, 4, -1)).mT)
+
+
+def twice(m: Any, x: Tensor) -> Tensor:
+    return m.part(m.part(x).tanh())
+
+
+def one_part(m: Any, x: Tensor) -> Tensor:
+    return m.part(x)
+
+
+# By what a model is made, and how many weight gradients one pass of it keeps for later.
 KINDS: dict[str, tuple[Callable[[], nn.Module], int]] = {
-    # what it is made by, and how many weight gradients one pass keeps for later
     "one": (linear, 1),
     "mlp": (mlp, 2),
     "frozen weight": (lambda: frozen(weight=False), 1),
     "frozen bias": (lambda: frozen(bias=False), 2),
     "all frozen": (lambda: linear().requires_grad_(False), 0),
-    "used twice": (lambda: Of(lambda m, x: m.part(m.part(x).tanh()), part=linear()), 2),
-    "unused": (lambda: Of(lambda m, x: m.part(x), part=linear(), unused=linear()), 1),
+    "used twice": (lambda: Of(twice, part=linear()), 2),
+    "unused": (lambda: Of(one_part, part=linear(), unused=linear()), 1),
     "tied": (tied, 2),
     "stored transposed": (lambda: nn.Sequential(StoredTransposed(), linear(6, 4)), 2),
-    "transposed by hand": (lambda: Of(lambda m, x: x @ m.part.weight.t() + F.linear(x, m.part.weight.t()), part=linear()), 0),
-    "by keyword": (lambda: Of(lambda m, x: F.linear(bias=m.part.bias, input=x, weight=m.part.weight), part=linear()), 1),
-    "scaled addmm": (lambda: Of(lambda m, x: torch.addmm(m.part.bias, x.view(-1, 4), m.part.weight, beta=2), part=linear()), 0),
-    "broadcast bias": (lambda: Of(lambda m, x: torch.addmm(m.part.bias, x.view(-1, 4), m.part.weight), part=OneBias()), 0),
+    "transposed by hand": (lambda: Of(by_hand, part=linear()), 1),
+    "by keyword": (lambda: Of(by_keyword, part=linear()), 1),
+    "scaled addmm": (lambda: Of(scaled, part=linear()), 0),
+    "one bias": (lambda: Of(with_one_bias, part=OneBias()), 0),
     "in place": (lambda: Of(in_place, first=linear(), second=linear()), 2),
-    "gaps": (lambda: Of(lambda m, x: m.b(m.a(x).transpose(-1, -2).transpose(-1, -2)).transpose(0, -1), a=linear(), b=linear()), 2),
-    "views": (lambda: Of(lambda m, x: m.part(x).view(-1, 2, 2) + m.shift.weight, part=linear(), shift=linear(2, 2)), 1),
-    "convolution": (lambda: Of(lambda m, x: m.part(m.conv(x.reshape(1, 4, -1)).mT), conv=nn.Conv1d(4, 4, 1), part=linear()), 1),
+    "gaps": (lambda: Of(with_gaps, first=linear(), second=linear()), 2),
+    "added parameter": (lambda: Of(shifted, part=linear(), shift=linear(2, 2)), 1),
+    "convolution": (lambda: Of(convolved, part=linear(), conv=nn.Conv1d(4, 4, 1)), 1),
     "attention": (lambda: Of(attention, into=linear(), attention=nn.MultiheadAttention(4, 2)), 1),
     "parametrized": (lambda: parametrizations.weight_norm(linear()), 0),
     "autocast": (lambda: Of(autocast, first=linear(), second=linear()), 1),
     "recomputed": (lambda: Of(recomputed(False), part=mlp(), last=linear()), 3),
     "recomputed, reentrant": (lambda: Of(recomputed(True), part=mlp(), last=linear()), 3),
+    "recomputed twice": (lambda: Of(recomputed(True), part=deep(), last=linear()), 4),
     "gradient inside": (lambda: Of(saliency, part=mlp()), 2),
     "penalty": (lambda: Of(penalty, part=mlp()), 4),
     "mapped": (lambda: Of(by_rows, part=mlp()), 2),
@@ -220,7 +261,8 @@ def test_odd_shapes() -> None:
         assert all(equal(*each) for each in zip(got, wanted, strict=True))
         assert equal(copy.weight.grad, layer.weight.grad)
         layer.zero_grad()
-    hollow = nn.Linear(0, 3, dtype=DOUBLE)
+    hollow = nn.Linear(1, 3, dtype=DOUBLE)
+    hollow.weight = nn.Parameter(torch.empty(3, 0, dtype=DOUBLE))
     passes(hollow, inputs(0, 2, 0), WeightGradients({}))
     assert hollow.weight.grad is not None
     assert hollow.weight.grad.shape == (3, 0)
