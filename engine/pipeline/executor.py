@@ -22,6 +22,7 @@ from engine.comm.work import Work
 from engine.errors import UsageError
 from engine.pipeline.layers import PipelineModel
 from engine.pipeline.schedule import Compute, Exchange, Instruction, Message, Stages
+from engine.weight_gradients import WeightGradients
 
 _DTYPES = (
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
@@ -59,9 +60,13 @@ Key = tuple[int, int]
 class Executor:
     """Runs programs over one rank's stages. One for each model; remembers the shapes that were announced."""
 
-    def __init__(self, module: nn.Module, comm: Communicator, device: torch.device) -> None:
-        """module: a PipelineModel, or with pipeline = 1 any. comm: the pipeline axis."""
-        self.module, self.comm, self.device = module, comm, device
+    def __init__(
+        self, module: nn.Module, comm: Communicator, device: torch.device, weight_gradients: WeightGradients
+    ) -> None:
+        """module: a PipelineModel, or with pipeline = 1 any. comm: the pipeline axis. weight_gradients: of the module's
+        parameters.
+        """
+        self.module, self.comm, self.device, self.weight_gradients = module, comm, device, weight_gradients
         self.virtual, self.parts = Stages(1), dict[int, Callable[..., Any]]({0: module})
         if isinstance(module, PipelineModel):
             self.virtual, self.parts = module.virtual, module.parts()
@@ -83,15 +88,15 @@ class Executor:
         Gradients are added to the parameters' own. Raises CommunicationError when a peer fails.
         """
         state = _Run(self, microbatches, finish)
-        for instruction in program:
-            if isinstance(instruction, Exchange):
-                state.exchange(instruction)
-                continue
-            with around(instruction):
-                if instruction.kind == "forward":
-                    state.forward(instruction)
-                else:
-                    state.backward(instruction)
+        try:
+            for instruction in program:
+                if isinstance(instruction, Exchange):
+                    state.exchange(instruction)
+                    continue
+                with around(instruction):
+                    state.compute(instruction)
+        finally:
+            self.weight_gradients.clear()  # of a program that failed
 
     @property
     def last_rank(self) -> int:
@@ -167,6 +172,20 @@ class _Run:
         kind = executor.device.type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         self.mode = (torch.is_grad_enabled(), autocast)  # what an output's kind depends on besides its inputs
+
+    def compute(self, action: Compute) -> None:
+        apart = self.executor.weight_gradients
+        if action.kind == "weight_gradient":
+            apart.compute((action.stage, action.microbatch))
+        elif not torch.is_grad_enabled():
+            self.forward(action)
+        elif action.kind == "forward":
+            with apart.catching():
+                self.forward(action)
+        else:
+            key = (action.stage, action.microbatch) if action.kind == "input_gradient" else None
+            with apart.catching(), apart.taking(key):
+                self.backward(action)
 
     def forward(self, action: Compute) -> None:
         stage, i, batch = action.stage, action.microbatch, self.microbatches[action.microbatch]

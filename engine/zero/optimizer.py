@@ -21,6 +21,7 @@ from engine.comm.mesh import Mesh
 from engine.comm.work import Work
 from engine.errors import UsageError
 from engine.placement import Tied, placements_of, ties_of
+from engine.weight_gradients import Sink
 from engine.zero.buckets import FlatBucket
 from engine.zero.groups import Named, agreed_groups, check_replicas, check_shards, options_of
 from engine.zero.inner import make_inner
@@ -200,6 +201,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def model(self) -> nn.Module:
         """The model whose parameters are updated."""
         return self._model
+
+    def gradient_sinks(self) -> dict[int, Sink]:
+        """Return, by `id(parameter)`, where the gradients of the trained parameters are summed: for WeightGradients,
+        which so adds products where a backward would.
+        """
+        return {key: sink for bucket in self._buckets for key, sink in bucket.sinks().items()}
 
     def parameters_replaced(self, model: nn.Module) -> None:
         """Take notice that `model`'s parameters were given new values, by `load_full_state_dict`.
