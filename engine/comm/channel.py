@@ -109,6 +109,11 @@ class Channel:
         return self._transport is None or self._transport.overlaps
 
     @property
+    def checks(self) -> bool:
+        """Whether mistakes are looked for that cost something to find, as `engine.init(checks=True)` asks."""
+        return self._checks
+
+    @property
     def reads_in_place(self) -> bool:
         """Whether the ranks read tensors of `allocate` where they lie."""
         return self._transport is not None and self._transport.reads_in_place
