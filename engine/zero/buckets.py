@@ -139,7 +139,8 @@ class FlatBucket:
             else:
                 whole[each.start : each.stop].view(parameter.shape).copy_(_dense(parameter.grad))
             parameter.grad = None
-        whole[self.plan.used :].zero_()
+        for start, stop in self.plan.padding:
+            whole[start:stop].zero_()
         return whole
 
     def start_gather(self) -> Work | None:

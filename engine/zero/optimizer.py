@@ -22,8 +22,9 @@ from engine.comm.work import Work
 from engine.errors import UsageError
 from engine.placement import Tied, placements_of, ties_of
 from engine.zero.buckets import FlatBucket
-from engine.zero.groups import Named, agreed_groups, check_replicas, check_shards, options_of
-from engine.zero.inner import make_inner
+from engine.zero.groups import Named, agreed_groups, check_replicas, check_shards, keeps_whole, options_of
+from engine.zero.inner import Inner
+from engine.zero.matrices import matrix_work
 from engine.zero.norm import clip_factor, global_norm
 from engine.zero.plan import ParameterInfo, plan_buckets
 from engine.zero.sharing import SharedParameters
@@ -59,8 +60,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         0's.
 
         groups: torch's parameter groups, `params` a list of (name, parameter); together every parameter that requires
-        a gradient. None: all in one. stage: 0, 1 or 2, see above. bucket_mib: MiB of gradients that are reduced
-        together. optimizer_kwargs: of `optimizer_class`, whose update must be elementwise.
+        a gradient. None: all in one. Beside its options a group may say `optimizer`, another class for it, and `shard`:
+        "flat" cuts its parameters wherever a rank's shard ends, "tensor" gives each whole to one rank, at its full
+        shape, for an update that is not elementwise (torch.optim.Muon). stage: 0, 1 or 2, see above. bucket_mib: MiB of
+        gradients that are reduced together. optimizer_kwargs: of `optimizer_class`.
 
         share_parameters: all data ranks hold one copy of the trained parameters in common, so nothing is gathered and
         they take memory once. For stage 2, where the data ranks share memory (CPU ranks of one host, transport `shm`).
@@ -84,22 +87,25 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._ties = _own_ties(model, self._named)
         _broadcast(model, self._placements, self._ties, mesh)
         self._infos = [
-            ParameterInfo(name, parameter.numel(), parameter.dtype, group, self._counted(name, parameter))
-            for group, (_, members) in enumerate(placed)
-            for name, parameter in members
+            ParameterInfo(name, p.numel(), p.dtype, group, self._counted(name, p), self._work(options, name, p))
+            for group, (options, members) in enumerate(placed)
+            for name, p in members
         ]
         parameters = [parameter for _, parameter in self._named]
         self._buckets = [
             FlatBucket(plan, parameters, mesh.data, mesh.device, stage=stage, share=shares)
             for plan in plan_buckets(self._infos, bucket_mib * _MIB, mesh.data.size)
         ]
-        self._inner = make_inner(optimizer_class, placed, optimizer_kwargs, self._buckets, self._infos)
+        self._inner = Inner(
+            optimizer_class, placed, optimizer_kwargs, self._buckets, self._infos, self._placements, mesh.tensor
+        )
         self._phase = "collecting"
         outer = [
             {**options_of(group), "params": [p for _, p in members]}
             for group, (_, members) in zip(self._inner.param_groups, placed, strict=True)
         ]
-        super().__init__(outer, self._inner.defaults)
+        super().__init__(outer, {})  # groups of another class must not get this one's defaults
+        self.defaults = self._inner.defaults
         self._ready = True
         self._shared = SharedParameters(mesh, self._named, self._buckets) if shares else None
 
@@ -152,11 +158,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
             raise UsageError("step takes no closure: gradients must be finished on every rank before it")
         if self._phase != "finished":
             raise UsageError("step() before finish_gradients(): the gradients are still each rank's own")
-        for ours, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
-            inner.update(options_of(ours))
+        self._inner.set_options(self.param_groups)
         if self._shared is not None:
             self._shared.meet_unchanged()
-        self._inner.step()
+        for number in range(len(self._buckets)):
+            self._inner.step(number)
         if self._stage > 0 and self._shared is None:
             _settle([bucket.start_gather() for bucket in self._buckets])
         torch.autograd.graph.increment_version([parameter for _, parameter in self._named])
@@ -252,6 +258,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if any(tie.name == name and tie.stages[0] != self._mesh.pipeline.rank for tie, _ in self._ties):
             return ()
         return self._placements[name].counted(parameter.shape, self._mesh.tensor.rank, self._mesh.tensor.size)
+
+    def _work(self, options: Mapping[str, Any], name: str, parameter: Tensor) -> float | None:
+        """Return what updating the whole parameter costs, where it is not cut over the data axis."""
+        if not keeps_whole(options):
+            return None
+        return matrix_work(self._placements[name].full_shape(parameter.shape, self._mesh.tensor.size))
 
     def _check_parameters(self) -> None:
         displaced = [self._named[index][0] for bucket in self._buckets for index in bucket.displaced()]
