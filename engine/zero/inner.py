@@ -151,7 +151,7 @@ class Inner:
             longest = _PIECE if short else run.stop - run.start
             for start in range(run.start, run.stop, longest):
                 stop = min(run.stop, start + longest)
-                part = bucket.flat[start:stop].detach()
+                part = bucket.trained(start, stop)
                 part.grad = bucket.gradient(start, stop)
                 yield part, run.key, start, stop
 

@@ -74,7 +74,7 @@ class BucketMatrices:
         self.all: list[Matrix] = []
         for (parameter, each), owner in zip(held, owners, strict=True):
             placement = placements[infos[each.index].name]
-            value = bucket.flat[each.start : each.stop].detach().view(parameter.shape)
+            value = bucket.trained(each.start, each.stop).view(parameter.shape)
             gradient = bucket.gradient(each.start, each.stop).view(parameter.shape)
             whole = None
             if owner == comm.rank:

@@ -22,6 +22,7 @@ from engine.comm.work import Work
 from engine.errors import UsageError
 from engine.placement import Tied, placements_of, ties_of
 from engine.zero.buckets import FlatBucket
+from engine.zero.consolidate import consolidated
 from engine.zero.groups import Named, agreed_groups, check_replicas, check_shards, keeps_whole, options_of
 from engine.zero.inner import Inner
 from engine.zero.matrices import matrix_work
@@ -196,11 +197,25 @@ class ZeroOptimizer(torch.optim.Optimizer):
             whole = bucket.whole_gradients()
             for parameter, each in bucket.parameters:
                 local[self._named[each.index][0]] = whole[each.start : each.stop].view(parameter.shape)
-        for tie, _ in self._ties:
-            if self._mesh.pipeline.rank != tie.stages[0]:
-                del local[tie.name]
-        order = [name for name, _ in self._model.named_parameters() if name in local]
+        copies = self._copies()
+        order = [name for name, _ in self._model.named_parameters() if name in local and name not in copies]
         return full_tensors({name: local[name] for name in order}, self._placements, self._mesh)
+
+    @torch.no_grad()
+    def consolidate(self, *, rank: int | None = None) -> dict[str, Any]:
+        """Return the full optimizer state by parameter name, as CPU copies, in the format that
+        torch.distributed.checkpoint.state_dict names: {"state": {name: {key: value}}, "param_groups": [{"params":
+        [name, ...], option: value}]}.
+
+        State of the parameter's shape is at full size; step counts and other single values are as they are. Names are
+        those of one nn.Sequential over all layers; a tied parameter appears once, under its first. In plain PyTorch
+        `set_optimizer_state_dict(model, optimizer, state)` takes it. Every rank of the mesh must call it; with `rank`,
+        only that global rank gets the dict, and the others an empty one. Raises UsageError on every rank for state that
+        is neither one value for each element nor a single one, in a group of `shard="flat"`.
+        """
+        groups = [options_of(group) for group in self.param_groups]
+        copies = self._copies()
+        return consolidated(self._inner, self._buckets, self._infos, groups, copies, self._placements, self._mesh, rank)
 
     @property
     def model(self) -> nn.Module:
@@ -244,7 +259,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """The state is in shards that fit this layout alone. Raises UsageError."""
         raise UsageError(
             "the optimizer's state is sharded over this layout and cannot be saved as one dict: "
-            "save the weights with engine.full_state_dict(model, mesh)"
+            "save the weights with engine.full_state_dict(model, mesh), the state with optimizer.consolidate()"
         )
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> NoReturn:  # noqa: ARG002 (torch's signature)
@@ -258,6 +273,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if any(tie.name == name and tie.stages[0] != self._mesh.pipeline.rank for tie, _ in self._ties):
             return ()
         return self._placements[name].counted(parameter.shape, self._mesh.tensor.rank, self._mesh.tensor.size)
+
+    def _copies(self) -> frozenset[str]:
+        """Return this stage's tied parameters that another stage owns."""
+        return frozenset(tie.name for tie, _ in self._ties if self._mesh.pipeline.rank != tie.stages[0])
 
     def _work(self, options: Mapping[str, Any], name: str, parameter: Tensor) -> float | None:
         """Return what updating the whole parameter costs, where it is not cut over the data axis."""
