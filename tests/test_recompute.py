@@ -52,8 +52,8 @@ def train_gpt(mesh: engine.Mesh, schedule: str, choices: list[Any], sequence_par
     config = GPTConfig(**SIZES, tied=True, sequence_parallel=sequence_parallel)
     for choice in choices:
         layers = gpt_layers(config, mesh.tensor, DOUBLE)
-        chunks = 2 if schedule == "interleaved" else 1
-        model = PipelineModel(layers, mesh, balance="uniform", chunks=chunks, recompute=choice)
+        options: dict[str, Any] = {"interleaved": {"chunks": 2}, "zero_bubble_v": {"chunks": 2, "placement": "v"}}
+        model = PipelineModel(layers, mesh, balance="uniform", recompute=choice, **options.get(schedule, {}))
         start = engine.full_state_dict(model, mesh)
         optimizer = engine.zero.ZeroOptimizer(model, torch.optim.AdamW, mesh, bucket_mib=0.003, **ADAMW)
         step = engine.TrainStep(
@@ -80,7 +80,9 @@ def train_gpt(mesh: engine.Mesh, schedule: str, choices: list[Any], sequence_par
         (Layout(pipeline=2), "1f1b", False),
         (Layout(pipeline=2), "interleaved", False),
         (Layout(data=2, pipeline=2), "gpipe", False),
+        (Layout(pipeline=2), "zero_bubble_v", False),
         (Layout(pipeline=2, tensor=2), "1f1b", True),
+        (Layout(pipeline=2, tensor=2), "zero_bubble", True),
         (Layout(tensor=2), "1f1b", False),
     ],
     ids=str,
