@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from engine.comm.autograd import apply, reduce_scatter_all_gather
 from engine.comm.communicator import Communicator
+from engine.weight_gradients import weight_gradient_of
 
 
 def column_product(
@@ -74,6 +75,7 @@ class _ColumnProduct(torch.autograd.Function):
         padding: int,
     ) -> Tensor | tuple[Tensor, Tensor]:
         ctx.comm, ctx.dim, ctx.real = comm, dim, weight.shape[0] - padding
+        ctx.of_weight, ctx.of_adapter = weight_gradient_of(weight), adapter is not None and weight_gradient_of(adapter)
         needs_x, needs_weight, _, needs_adapter, *_ = ctx.needs_input_grad
         matrices = (weight, adapter) if needs_x else (None, None)
         ctx.save_for_backward(x if needs_weight or needs_adapter else None, *matrices)
@@ -99,10 +101,10 @@ class _ColumnProduct(torch.autograd.Function):
                 if dim is None
                 else _launch(comm, comm.reduce_scatter, grad_x, dim)
             )
-        grad_bias = _rows(grads[0]).sum(0) if needs_bias else None
+        grad_bias = grads[0].flatten(0, -2).sum(0) if needs_bias else None
         whole = gathered() if gathered else x
-        grad_weight = _rows(grads[0]).t() @ _rows(whole) if needs_weight else None
-        grad_adapter = _rows(grads[1]).t() @ _rows(whole) if needs_adapter else None
+        grad_weight = ctx.of_weight(grads[0], whole) if needs_weight else None
+        grad_adapter = ctx.of_adapter(grads[1], whole) if needs_adapter else None
         return summed() if summed else None, grad_weight, grad_bias, grad_adapter, None, None, None
 
 
@@ -125,7 +127,3 @@ def _launch(comm: Communicator, collective: Callable[..., Any], *args: Any) -> C
         return cast(Callable[[], Tensor], collective(*args, async_op=True).wait)
     result = collective(*args)
     return lambda: cast(Tensor, result)
-
-
-def _rows(x: Tensor) -> Tensor:
-    return x.reshape(-1, x.shape[-1])
