@@ -91,7 +91,7 @@ def _draw_panel(axes: Axes, panel: Panel, step: float, points: float) -> None:
         axes.barh(rank, own, height=_ROW, color=IDLE, edgecolor="#C8C8C8", hatch="////", linewidth=0)
         _draw_rank(axes, timeline, rank, events, points)
         if own:
-            held = f", memory {timeline.memory[rank]:.4g} {panel.memory}".rstrip() if timeline.memory else ""
+            held = f", memory {_number(timeline.memory[rank])} {panel.memory}".rstrip() if timeline.memory else ""
             axes.text(own + step * 0.006, rank, f"{timeline.busy(rank) / own:.0%} busy{held}", va="center", fontsize=8)
     axes.set_xlim(0, step or 1.0)
     axes.set_ylim(ranks - 0.5, -0.5)
@@ -134,6 +134,10 @@ def _legend(figure: Figure, timeline: Timeline, events: Sequence[Event]) -> None
     if timeline.stages.chunks > 1:
         handles.append(Patch(color="#222222", label="foot: a later chunk"))
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), fontsize=8, frameon=False)
+
+
+def _number(value: float) -> str:
+    return f"{value:.4g}" if value < 1000 else f"{value:,.0f}"
 
 
 def _name(timeline: Timeline, rank: int) -> str:
