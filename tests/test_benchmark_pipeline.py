@@ -167,7 +167,7 @@ def test_systems_take_turns_and_must_have_one_loss(monkeypatch: pytest.MonkeyPat
     assert isinstance(last, System)
     assert (last.median, last.seconds, last.ranks_mib) == (2.0, [1.0, 3.0, 2.0] * 2, [8.0, 5.0])
     losses["torch_pipeline"] = [2.0, 1.001]
-    with pytest.raises(LossError, match="torch: 1f1b does other work than this engine: its loss of step 2 is 1.001"):
+    with pytest.raises(LossError, match=r"torch: 1f1b does other work than this engine: its loss of step 2 is 1\.001"):
         run_all(works, peers, 1, tmp_path)
 
 

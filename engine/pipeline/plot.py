@@ -71,9 +71,9 @@ def figure_of(panels: Sequence[Panel]) -> Figure:
     step = max(timeline.step for timeline in timelines)
     boxes = [event for timeline in timelines for events in timeline.ranks for event in events]
     lengths = sorted(event.end - event.start for event in boxes if event.end > event.start)
-    # Of measured boxes a few may be as narrow as you like: nearly all have room for their number.
-    narrow = lengths[len(lengths) // 20] if lengths else 1.0
-    width = min(max(8.0, 0.24 * step / narrow), 26.0)
+    # Of measured boxes a few may be as narrow as you like: most have room for their number.
+    narrow = lengths[len(lengths) // 8] if lengths else 1.0
+    width = min(max(8.0, 0.24 * step / narrow), 18.0)
     height = sum(1.0 + 0.52 * timeline.stages.ranks for timeline in timelines)
     figure = Figure(figsize=(width + 2.2, 0.7 + height), layout="constrained")
     columns = figure.subplots(len(panels), 1, squeeze=False, height_ratios=[t.stages.ranks + 1 for t in timelines])
