@@ -24,10 +24,8 @@ from benchmarks.peers import Step
 from benchmarks.silence import silenced
 from benchmarks.work import Work
 from engine.device import live_memory
-from engine.pipeline.executor import Executor, Microbatch
+from engine.pipeline.executor import Microbatch
 from engine.pipeline.schedule import Compute
-from engine.pipeline.schedules import SCHEDULES
-from engine.pipeline.verify import verify
 
 OVERHEAD = "overhead"
 TIMELINE = "timeline.json"
@@ -100,8 +98,8 @@ class Trivial:
     """The same forwards and backwards in a loop, in the same order."""
     actions: int
     """How many these are."""
-    parameters: tuple[nn.Parameter, ...]
-    """Of this rank."""
+    optimizer: engine.zero.ZeroOptimizer
+    """Of the pipeline's parameters; its gradients are what both make."""
 
 
 def overhead(work: Work, mesh: engine.Mesh) -> float:
@@ -116,8 +114,7 @@ def overhead(work: Work, mesh: engine.Mesh) -> float:
         worker.barrier()
         if rank == mesh.rank:
             with silenced(mesh):
-                seconds = _median(trivial.run) - _median(trivial.plain)
-            own = seconds / trivial.actions
+                own = (_median(trivial.run) - _median(trivial.plain)) / trivial.actions
     return float(max(worker.gather(own)))
 
 
@@ -126,10 +123,11 @@ def trivial_pipeline(work: Work, mesh: engine.Mesh) -> Trivial:
     stages = work.stages
     specs = [engine.LayerSpec(Scale, cost=1.0) for _ in range(stages.count)]
     model = engine.PipelineModel(specs, mesh, chunks=stages.chunks, placement=stages.placement)
-    executor, plan = Executor(model, mesh.pipeline, mesh.device), SCHEDULES[work.schedule](stages, work.microbatches)
-    program = verify(plan, stages, work.microbatches)[mesh.pipeline.rank]
+    optimizer = engine.zero.ZeroOptimizer(model, torch.optim.SGD, mesh, lr=0.0)
+    options: dict[str, Any] = {"microbatches": work.microbatches, "schedule": work.schedule}
+    train = engine.TrainStep(model, optimizer, lambda output, _: (output.sum(), 1), mesh, **options)
+    executor, program, parts = train._executor, train._training, model.parts()
     batches = [Microbatch((torch.ones(1),), {}, None, "the same") for _ in range(work.microbatches)]
-    parts = executor.parts
     actions = [each for each in program if isinstance(each, Compute)]
 
     def plain() -> None:
@@ -141,9 +139,7 @@ def trivial_pipeline(work: Work, mesh: engine.Mesh) -> Trivial:
             elif each.kind != "weight_gradient":
                 torch.autograd.backward([outputs.pop(key)], [torch.ones(1)])
 
-    return Trivial(
-        lambda: executor.run(program, batches, lambda output, _: output), plain, len(actions), tuple(model.parameters())
-    )
+    return Trivial(lambda: executor.run(program, batches, lambda output, _: output), plain, len(actions), optimizer)
 
 
 def _median(run: Callable[[], None]) -> float:
