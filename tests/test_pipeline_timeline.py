@@ -37,8 +37,15 @@ def trained(mesh: engine.Mesh, schedule: Any, file: str) -> dict[str, Any]:
     layers = gpt_layers(GPTConfig(**SIZES, tied=False), mesh.tensor)
     model = PipelineModel(layers, mesh, balance="uniform", chunks=chunks, placement=placement)
     optimizer = engine.zero.ZeroOptimizer(model, torch.optim.SGD, mesh, lr=0.1)
-    loss = next_token_loss(mesh.tensor)
-    step = engine.TrainStep(model, optimizer, loss, mesh, microbatches=MICROBATCHES, schedule=schedule)
+    loss, spent = next_token_loss(mesh.tensor), []
+
+    def timed(output: Any, target: Any) -> Any:
+        started = time.perf_counter()
+        result = loss(output, target)
+        spent.append(time.perf_counter() - started)
+        return result
+
+    step = engine.TrainStep(model, optimizer, timed, mesh, microbatches=MICROBATCHES, schedule=schedule)
     ids = torch.arange(2 * MICROBATCHES * mesh.data.size * 5).reshape(-1, 5) % SIZES["vocabulary"]
     own = ids[mesh.data.rank * 2 * MICROBATCHES :][: 2 * MICROBATCHES]
     inputs, targets = own[:, :-1], own[:, 1:]
@@ -54,7 +61,8 @@ def trained(mesh: engine.Mesh, schedule: Any, file: str) -> dict[str, Any]:
         step.evaluate(inputs, targets)
     losses.append(step(inputs, targets).loss.item())
     recording.save(file)
-    return {"losses": losses, "took": took, "measured": recording.gather()}
+    recorded = spent[MICROBATCHES : MICROBATCHES * (1 + STEPS)]
+    return {"losses": losses, "took": took, "measured": recording.gather(), "spent": recorded}
 
 
 @pytest.mark.parametrize(
@@ -74,6 +82,11 @@ def test_what_is_recorded_is_the_plan_in_time(world: World, schedule: Any, layou
         assert result["losses"] == sorted(result["losses"], reverse=True)
         here = layout.coordinate(rank)
         pipelines.setdefault((here.data, here.tensor), []).append(result["measured"])
+        last = [e for ranks in result["measured"].steps for rank in ranks for e in rank
+                if (e.action.kind, e.action.stage) == ("forward", stages.count - 1)]  # fmt: skip
+        for forward, seconds in zip(last, result["spent"], strict=bool(result["spent"])):
+            assert forward.end - forward.start > seconds  # the loss is a part of the last stage's forward
+    assert any(result["spent"] for result in results)
     for every in pipelines.values():
         measured = every[0]
         assert all(each == measured for each in every)
