@@ -4,7 +4,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup train test test-all stress lint peers bench bench-collectives bench-pipeline help clean
+.PHONY: setup train test test-all stress lint peers bench bench-collectives bench-pipeline bench-memory help clean
 
 help: ## Show this list.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 20
@@ -60,6 +60,11 @@ bench-pipeline: setup ## Time the pipeline schedules beside torch's, on 2 and 4 
 	for n in 2 4; do ( set -x; \
 	$(BIN)/python -m benchmarks.pipeline --nproc $$n --schedules all --peers torch --overhead \
 		--json $${out}_n$$n.json --plot $${out}_n$$n.png ) || exit 1; done
+
+bench-memory: setup ## Measure a rank's memory at every ZeRO stage on 1 to 8 ranks, into benchmarks/results.
+	@stem=benchmarks/results/$$(date +%F)_memory; out=$$stem; number=2; \
+	while [ -e $$out.json ]; do out=$${stem}_$$number; number=$$((number + 1)); done; set -x; \
+	$(BIN)/python -m benchmarks.memory --json $$out.json --plot $$out.png
 
 peers: setup .venv/.peers ## Install what the benchmarks' peers need.
 

@@ -27,7 +27,7 @@ class JobError(EngineError):
 
 
 def run_job(system: str, work: Work, processes: int, folder: Path, worker: str = "benchmarks.worker") -> dict[str, Any]:
-    """Start `system` in so many processes of the module `worker` and return what rank 0 wrote.
+    """Start `system` in so many processes and return what rank 0 wrote. worker: the module that is one rank of it.
 
     Logs go to `folder`, one file for each job. Raises JobError; no process is left then.
     """

@@ -25,14 +25,14 @@ from engine.pipeline import PipelineModel
 from engine.pipeline.executor import Around, Executor, Microbatch
 from engine.pipeline.recording import Recording
 from engine.pipeline.schedule import Compute, Program, Schedule, forward_only, programs
-from engine.pipeline.schedules import SCHEDULES, schedule_named
+from engine.pipeline.schedules import schedule_named
 from engine.pipeline.verify import verify
 from engine.tensor_parallel.random import name_dropouts
+from engine.weight_gradients import WeightGradients
 from engine.zero import ZeroOptimizer
 
 Loss = Callable[[Any, Any], tuple[Tensor, Any]]
 _PLAIN = (bool, int, float, str, type(None))
-_RUN = ("1f1b", "gpipe", "interleaved")
 
 
 @dataclass(frozen=True)
@@ -75,9 +75,9 @@ class TrainStep:
     ) -> None:
         """model: a PipelineModel, or any module where pipeline = 1. loss(output, target): returns (sum, count), a 0-d
         sum over the rows it counts and how many those are (a number or 0-d tensor). microbatches: equal parts of this
-        data rank's rows, run one by one. schedule: `1f1b`, `gpipe` or, for a model with chunks in a loop,
-        `interleaved`; or a function (stages, microbatches) -> for each rank, its `Compute`s in order, see
-        `engine.pipeline.schedule`. clip_grad_norm: clip gradients to this global 2-norm.
+        data rank's rows, run one by one. schedule: `1f1b`, `gpipe`, `zero_bubble`, for a model with chunks in a loop
+        `interleaved`, for one with two in a V `zero_bubble_v`; or a function (stages, microbatches) -> for each rank,
+        its `Compute`s in order, see `engine.pipeline.schedule`. clip_grad_norm: clip gradients to this global 2-norm.
 
         Raises UsageError on every rank, before anything is sent, for options that cannot work or differ between the
         ranks, and for a schedule that cannot run, with the action at fault; LayoutError for a schedule that does not
@@ -98,7 +98,7 @@ class TrainStep:
             raise UsageError("the optimizer was built over another model: pass ZeroOptimizer the model of this step")
         self.model, self.optimizer, self.loss, self.mesh = model, optimizer, loss, mesh
         self.microbatches, self.clip_grad_norm = microbatches, clip_grad_norm
-        self._executor = Executor(model, mesh.pipeline, mesh.device)
+        self._executor = Executor(model, mesh.pipeline, mesh.device, WeightGradients(optimizer.gradient_sinks()))
         self._training, named = self._planned(schedule)
         self._schedule = schedule if isinstance(schedule, str) else getattr(schedule, "__name__", "own")
         self._recording: Recording | None = None
@@ -212,21 +212,10 @@ class TrainStep:
 
     def _planned(self, schedule: str | Schedule) -> tuple[Program, object]:
         """Return this rank's program of a step, verified, and what tells schedules apart."""
-        if isinstance(schedule, str) and schedule in SCHEDULES and schedule not in _RUN:
-            raise UsageError(
-                f"schedule={schedule!r} computes weight gradients apart from input gradients, which TrainStep cannot "
-                f"do yet: choose {', '.join(_RUN)}"
-            )
-        plan = schedule if callable(schedule) else schedule_named(schedule, among=_RUN)
+        plan = schedule if callable(schedule) else schedule_named(schedule)
         stages = self._executor.virtual
         actions = plan(stages, self.microbatches)
         program = verify(actions, stages, self.microbatches)[self.mesh.pipeline.rank]
-        apart = next((a for each in actions for a in each if a.kind == "weight_gradient"), None)
-        if apart is not None:
-            raise UsageError(
-                f"the schedule has a {apart}, apart from its input gradient, which TrainStep cannot do yet: list a "
-                f"`backward` in place of the two"
-            )
         return program, actions if callable(schedule) else schedule
 
     def _forwards(self, microbatches: int) -> Program:

@@ -70,6 +70,7 @@ def trained(mesh: engine.Mesh, schedule: Any, file: str) -> dict[str, Any]:
     [
         ("1f1b", Layout(pipeline=3)), ("gpipe", Layout(pipeline=2)), ("interleaved", Layout(pipeline=2)),
         ("gpipe", Layout(data=2, pipeline=2)), (eager, Layout(pipeline=2)), ("1f1b", Layout()),
+        ("zero_bubble", Layout(pipeline=2)), ("zero_bubble_v", Layout(pipeline=2)),
     ],
 )  # fmt: skip
 def test_what_is_recorded_is_the_plan_in_time(world: World, schedule: Any, layout: Layout, tmp_path: Path) -> None:

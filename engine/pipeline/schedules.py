@@ -6,7 +6,7 @@ gradient and full backward; P ranks, v chunks on each, M microbatches, all ranks
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 
 from engine.errors import LayoutError, UsageError, did_you_mean
 from engine.pipeline.schedule import Compute, Schedule, Stages
@@ -176,10 +176,10 @@ end of the backward or weight gradient. What the docstrings promise, and `verify
 """
 
 
-def schedule_named(name: str, among: Collection[str] = SCHEDULES.keys()) -> Schedule:
-    """Return the schedule called `name`. Raises UsageError for one that is not `among` those offered."""
-    if name not in among:
-        raise UsageError(f"schedule={name!r}{did_you_mean(str(name), among)}: choose {', '.join(among)}")
+def schedule_named(name: str) -> Schedule:
+    """Return the schedule called `name`. Raises UsageError for one that there is not."""
+    if name not in SCHEDULES:
+        raise UsageError(f"schedule={name!r}{did_you_mean(str(name), SCHEDULES)}: choose {', '.join(SCHEDULES)}")
     return SCHEDULES[name]
 
 

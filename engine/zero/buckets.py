@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from engine.comm.communicator import Communicator
 from engine.comm.work import Work
 from engine.errors import UsageError
+from engine.weight_gradients import Sink, add_product
 from engine.zero.plan import Bucket
 
 
@@ -49,6 +50,7 @@ class FlatBucket:
             for parameter, each in self.parameters:
                 view = self.flat[each.start : each.stop].view(parameter.shape)
                 parameter.data = view if share and comm.rank else view.copy_(parameter.data)
+        self._hooks: dict[int, int] = {}  # by place
         self.keep_gradients = stage < 2 or comm.size == 1 or comm.reads_in_place
         if self.keep_gradients:
             self._gradients = comm.allocate((plan.numel,), plan.dtype)
@@ -57,6 +59,7 @@ class FlatBucket:
             for place, (parameter, _) in enumerate(self.parameters):
                 hook = parameter.register_post_accumulate_grad_hook(partial(_keep, this, place))
                 weakref.finalize(self, hook.remove).atexit = False
+                self._hooks[place] = hook.id
         else:
             self._gradients = torch.zeros(plan.shard, dtype=plan.dtype, device=device)
         self.zero_gradients()
@@ -70,6 +73,10 @@ class FlatBucket:
     def updated(self) -> tuple[int, int]:
         """The elements [start, stop) that this rank updates: all at stage 0, else its shard."""
         return (0, self.plan.used) if self.stage == 0 else (self.start, self.stop)
+
+    def trained(self, start: int, stop: int) -> Tensor:
+        """Return what the optimizer updates for bucket elements [start, stop), a view."""
+        return self.flat[start:stop].detach()
 
     def gradient(self, start: int, stop: int) -> Tensor:
         """Return the reduced gradients of bucket elements [start, stop), a view; outside the shard only at stage 0."""
@@ -94,6 +101,25 @@ class FlatBucket:
         with torch.no_grad():
             view.copy_(gradient)
         parameter.grad = view
+
+    def sinks(self) -> dict[int, Sink]:
+        """Return, by `id(parameter)`, what adds a product to its gradient as a backward would."""
+        return {
+            id(parameter): Sink(partial(self.add_product, place), self._hooks.get(place))
+            for place, (parameter, _) in enumerate(self.parameters)
+        }
+
+    def add_product(self, place: int, left: Tensor, right: Tensor) -> None:
+        """Add left^T right to the gradient of parameter `place`, (n, rows) and (n, columns): in the flat memory, where
+        gradients are kept there.
+        """
+        parameter = self.parameters[place][0]
+        view = self._views[place] if self.keep_gradients else None
+        if view is not None and parameter.grad is None:
+            torch.mm(left.t(), right, out=view)
+            parameter.grad = view
+        else:
+            add_product(parameter, left, right)
 
     def adopt_gradients(self) -> None:
         """Move gradients that were made outside the flat memory (by hand) into it, zeros for those that are missing."""
@@ -139,7 +165,8 @@ class FlatBucket:
             else:
                 whole[each.start : each.stop].view(parameter.shape).copy_(_dense(parameter.grad))
             parameter.grad = None
-        whole[self.plan.used :].zero_()
+        for start, stop in self.plan.padding:
+            whole[start:stop].zero_()
         return whole
 
     def start_gather(self) -> Work | None:
