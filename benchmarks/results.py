@@ -215,6 +215,7 @@ def plot(cases: Sequence[Case], path: Path) -> None:
         panel.set_xlim(left=0)
         panel.set_xlabel("seconds of one training step: median, and the range of all steps")
     handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels))
+    if labels:
+        figure.legend(handles, labels, loc="outside lower center", ncols=len(labels))
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)

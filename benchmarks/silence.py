@@ -75,7 +75,8 @@ class SilentTransport(Transport):
 def silenced(mesh: Mesh) -> Iterator[None]:
     """Let nothing be sent over any axis of `mesh` inside the block.
 
-    What a first step learns from its peers (the shapes between stages) must have been learnt before.
+    What a first step learns from its peers (the shapes between stages) must have been learnt before. What ranks compare
+    with each other is not compared.
     """
     communicators = [getattr(mesh, axis) for axis in _AXES]
     real = [(comm._transport, comm._messenger, comm._thresholds) for comm in communicators]
@@ -86,7 +87,9 @@ def silenced(mesh: Mesh) -> Iterator[None]:
                 comm._messenger = Messenger(silent, 0)  # for what is never left to the backend
                 native = dict.fromkeys(OPERATIONS, ((float("inf"), "native"),))
                 comm._thresholds = {False: native, True: native}
+                vars(comm)["check_equal"] = lambda _what, _value: None
         yield
     finally:
         for comm, each in zip(communicators, real, strict=True):
             comm._transport, comm._messenger, comm._thresholds = each
+            vars(comm).pop("check_equal", None)

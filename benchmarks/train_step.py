@@ -14,7 +14,7 @@ import signal
 import statistics
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
@@ -182,6 +182,12 @@ def files(options: argparse.Namespace) -> dict[str, Path]:
         targets["table"] = dated.with_suffix(".txt")
         targets.setdefault("json", dated.with_suffix(".json"))
         targets.setdefault("plot", dated.with_suffix(".png"))
+    check_writable(targets)
+    return targets
+
+
+def check_writable(targets: Mapping[str, Path]) -> None:
+    """Raise UsageError for a picture that is no PNG, and where a file cannot be written."""
     if "plot" in targets and targets["plot"].suffix != ".png":
         raise UsageError(f"--plot {targets['plot']}: pictures are PNG, end the name in .png")
     for path in targets.values():
@@ -193,7 +199,6 @@ def files(options: argparse.Namespace) -> dict[str, Path]:
                 path.unlink()
         except OSError as error:
             raise UsageError(f"{path} cannot be written: {error.strerror}") from error
-    return targets
 
 
 def write(options: argparse.Namespace, targets: dict[str, Path], cases: Sequence[Case], command: str) -> None:

@@ -12,7 +12,8 @@ from typing import Any
 
 from engine.errors import LayoutError, UsageError, did_you_mean
 from engine.layout import AXES, Layout
-from engine.pipeline.schedules import schedule_named
+from engine.pipeline.schedule import Stages
+from engine.pipeline.schedules import MADE_FOR, schedule_named
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class Work:
     accumulation: int | None = None
     """Microbatches of a step; None: the model's in a pipeline, else 1."""
     schedule: str = "1f1b"
-    """This engine's pipeline schedule."""
+    """This engine's pipeline schedule; it says how many chunks each rank has, and where."""
     stage: int = 2
     """This engine's ZeRO stage."""
     share_parameters: bool = False
@@ -94,16 +95,23 @@ class Work:
                 f"heads={sizes.heads} and vocabulary={sizes.vocabulary} must divide over tensor({tensor}): "
                 f"choose others with --model"
             )
-        if sizes.layers % self.layout.pipeline:
+        stages, chunks = self.stages.count, self.stages.chunks
+        if sizes.layers % stages:
+            times = f" x {chunks} chunks of {self.schedule}" if chunks > 1 else ""
             raise LayoutError(
-                f"{sizes.layers} layers do not divide over pipeline({self.layout.pipeline}), as the peers cut them: "
-                f"choose --model layers= a multiple of {self.layout.pipeline}"
+                f"{sizes.layers} layers do not divide over pipeline({self.layout.pipeline}){times}, as the peers cut "
+                f"them: choose --model layers= a multiple of {stages}"
             )
         if self.rows % self.microbatches:
             raise LayoutError(
                 f"{self.rows} rows of each data rank do not divide into {self.microbatches} microbatches: "
                 f"choose an --accumulation that divides {self.rows}"
             )
+
+    @property
+    def stages(self) -> Stages:
+        """The virtual stages that the schedule is made for."""
+        return Stages(self.layout.pipeline, *MADE_FOR.get(self.schedule, (1, "loop")))
 
     @property
     def rows(self) -> int:

@@ -25,13 +25,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 import engine
+from benchmarks.engine_model import engine_model
 from benchmarks.peers import SHARED, Step, find_peer, load
 from benchmarks.peers.gpt import ADAMW, gpt
 from benchmarks.silence import silenced
 from benchmarks.work import Work
 from engine import device as devices
 from engine.errors import UsageError
-from examples.gpt.model import GPTConfig, gpt_layers, next_token_loss
+from examples.gpt.model import next_token_loss
 
 ENGINE = "engine"
 
@@ -46,13 +47,20 @@ def main(system: str, work: Work, out: Path) -> None:
                 result = measure(shared, engine_step(shared, mesh), mesh.device)
             else:
                 result = run_engine(work, mesh)
-            _write(result, out)
+            write(result, out)
         return
+    run_peer(system, work, measure, out)
+
+
+def run_peer(
+    system: str, work: Work, measured: Callable[[Work, Step, torch.device], dict[str, Any]], out: Path
+) -> None:
+    """Build a peer's system over torch's default process group, and write what `measured` finds."""
     device = devices.select(work.device, int(os.environ.get("LOCAL_RANK", 0)))
     devices.activate(device)
     with _default_group(device):
-        result = measure(work, load(find_peer(system, work).build)(work, device), device)
-        _write(result, out)
+        result = measured(work, load(find_peer(system, work).build)(work, device), device)
+        write(result, out)
         # A peer whose objects keep the group past its end would abort the process.
         trim()
 
@@ -65,15 +73,21 @@ def run_engine(work: Work, mesh: engine.Mesh) -> dict[str, Any]:
 
 def engine_step(work: Work, mesh: engine.Mesh) -> Step:
     """Build this engine's system, with the weights that every other starts from."""
-    sizes = work.model
-    shape = {name: getattr(sizes, name) for name in ("layers", "hidden", "heads", "sequence", "vocabulary")}
-    config = GPTConfig(**shape, tied=False)
-    model = engine.PipelineModel(gpt_layers(config, mesh.tensor), mesh)
-    engine.load_full_state_dict(model, mesh, gpt(sizes, work.seed).state_dict())
+    return stepping(work, mesh, engine_trainer(work, mesh))
+
+
+def engine_trainer(work: Work, mesh: engine.Mesh) -> engine.TrainStep:
+    """Build this engine's trainer."""
+    model = engine_model(work, mesh)
+    engine.load_full_state_dict(model, mesh, gpt(work.model, work.seed).state_dict())
     options = {"stage": work.stage, "share_parameters": work.share_parameters, **ADAMW}
     optimizer = engine.zero.ZeroOptimizer(model, torch.optim.AdamW, mesh, **options)
     loss = next_token_loss(mesh.tensor)
-    train = engine.TrainStep(model, optimizer, loss, mesh, microbatches=work.microbatches, schedule=work.schedule)
+    return engine.TrainStep(model, optimizer, loss, mesh, microbatches=work.microbatches, schedule=work.schedule)
+
+
+def stepping(work: Work, mesh: engine.Mesh, train: engine.TrainStep) -> Step:
+    """Return the trainer's step over a global batch."""
     first = mesh.data.rank * work.rows
 
     def step(ids: Tensor) -> Tensor:
@@ -93,17 +107,17 @@ def measure(work: Work, step: Step, device: torch.device) -> dict[str, Any]:
     devices.reset_peak_memory(device)
     seconds, losses, memory = [], [], 0.0
     for ids in batches(work, work.warm_up + work.steps):
-        own, loss = _timed(step, ids.to(device), device)
-        every = _gather((own, None if loss is None else float(loss), memory_mib(device)))
+        own, loss = timed(step, ids.to(device), device)
+        every = gather((own, None if loss is None else float(loss), memory_mib(device)))
         seconds.append(max(each[0] for each in every))
         found = [each[1] for each in every if each[1] is not None]
         if not found:
             raise UsageError("no rank's step returned a loss")
         losses.append(sum(found) / len(found))
         memory = max(memory, *(each[2] for each in every))
-    with _sampling(device) as samples:
-        _timed(step, next(batches(work, 1)).to(device), device)
-    memory = max(memory, *(each for each in _gather(max(samples))))
+    with sampling(lambda: memory_mib(device), 0.002) as samples:
+        timed(step, next(batches(work, 1)).to(device), device)
+    memory = max(memory, *(each for each in gather(max(samples))))
     return {"seconds": seconds[work.warm_up :], "losses": losses, "memory_mib": memory}
 
 
@@ -120,14 +134,14 @@ def bounds(work: Work, step: Step, mesh: engine.Mesh) -> dict[str, list[float]]:
         own: list[float] = []
         if (here.pipeline, here.data, here.tensor) == (stage, 0, 0):
             with silenced(mesh):
-                own = [_timed(step, ids.to(mesh.device), mesh.device, meet=False)[0] for ids in every]
-        alone.append(max(_gather(own), key=len)[work.warm_up :])
+                own = [timed(step, ids.to(mesh.device), mesh.device, meet=False)[0] for ids in every]
+        alone.append(max(gather(own), key=len)[work.warm_up :])
     together = []
     for ids in every:
-        _barrier()
+        barrier()
         with silenced(mesh):
-            own_seconds = _timed(step, ids.to(mesh.device), mesh.device, meet=False)[0]
-        together.append(max(_gather(own_seconds)))
+            own_seconds = timed(step, ids.to(mesh.device), mesh.device, meet=False)[0]
+        together.append(max(gather(own_seconds)))
     return {"alone": max(alone, key=statistics.median), "together": together[work.warm_up :]}
 
 
@@ -153,14 +167,14 @@ def memory_mib(device: torch.device) -> float:
 
 
 @contextmanager
-def _sampling(device: torch.device) -> Iterator[list[float]]:
-    """Read the memory all through the block, on a thread of its own."""
-    samples = [memory_mib(device)]
+def sampling(read: Callable[[], float], pause: float) -> Iterator[list[float]]:
+    """Read the memory all through the block, on a thread of its own that sleeps `pause` seconds in between."""
+    samples = [read()]
     done = threading.Event()
 
     def sample() -> None:
-        while not done.wait(0.002):
-            samples.append(memory_mib(device))
+        while not done.wait(pause):
+            samples.append(read())
 
     thread = threading.Thread(target=sample)
     thread.start()
@@ -177,9 +191,10 @@ def proportional_set_size(rollup: str) -> int:
     return int(line.split()[1]) * 1024
 
 
-def _timed(step: Step, ids: Tensor, device: torch.device, meet: bool = True) -> tuple[float, Tensor | None]:
+def timed(step: Step, ids: Tensor, device: torch.device, meet: bool = True) -> tuple[float, Tensor | None]:
+    """Return this rank's seconds for one step, and what it returns. meet: all ranks meet before."""
     if meet:
-        _barrier()
+        barrier()
     devices.synchronize(device)
     started = time.perf_counter()
     loss = step(ids)
@@ -187,17 +202,19 @@ def _timed(step: Step, ids: Tensor, device: torch.device, meet: bool = True) -> 
     return time.perf_counter() - started, loss
 
 
-def _write(result: dict[str, Any], out: Path) -> None:
+def write(result: dict[str, Any], out: Path) -> None:
+    """Write a job's result, on rank 0."""
     if not dist.is_initialized() or dist.get_rank() == 0:
         out.write_text(json.dumps(result))
 
 
-def _barrier() -> None:
+def barrier() -> None:
+    """Let all ranks meet."""
     if dist.is_initialized():
         dist.barrier()
 
 
-def _gather(value: Any) -> list[Any]:
+def gather(value: Any) -> list[Any]:
     """Return every rank's value on every rank."""
     if not dist.is_initialized():
         return [value]

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,11 +15,14 @@ import torch
 
 import engine
 from engine import Layout, PipelineModel
+from engine import device as devices
 from engine.errors import UsageError
 from engine.pipeline.measured import Computed, Measured, read
+from engine.pipeline.recording import Recording
 from engine.pipeline.schedule import Compute, Stages
 from engine.pipeline.schedules import MADE_FOR, SCHEDULES, one_f_one_b
 from engine.pipeline.show import main, table_of
+from engine.pipeline.simulate import Costs, simulate
 from examples.gpt.model import GPTConfig, gpt_layers, next_token_loss
 from tests.test_pipeline_chunks import eager
 from tests.world import World
@@ -33,8 +37,15 @@ def trained(mesh: engine.Mesh, schedule: Any, file: str) -> dict[str, Any]:
     layers = gpt_layers(GPTConfig(**SIZES, tied=False), mesh.tensor)
     model = PipelineModel(layers, mesh, balance="uniform", chunks=chunks, placement=placement)
     optimizer = engine.zero.ZeroOptimizer(model, torch.optim.SGD, mesh, lr=0.1)
-    loss = next_token_loss(mesh.tensor)
-    step = engine.TrainStep(model, optimizer, loss, mesh, microbatches=MICROBATCHES, schedule=schedule)
+    loss, spent = next_token_loss(mesh.tensor), []
+
+    def timed(output: Any, target: Any) -> Any:
+        started = time.perf_counter()
+        result = loss(output, target)
+        spent.append(time.perf_counter() - started)
+        return result
+
+    step = engine.TrainStep(model, optimizer, timed, mesh, microbatches=MICROBATCHES, schedule=schedule)
     ids = torch.arange(2 * MICROBATCHES * mesh.data.size * 5).reshape(-1, 5) % SIZES["vocabulary"]
     own = ids[mesh.data.rank * 2 * MICROBATCHES :][: 2 * MICROBATCHES]
     inputs, targets = own[:, :-1], own[:, 1:]
@@ -50,7 +61,8 @@ def trained(mesh: engine.Mesh, schedule: Any, file: str) -> dict[str, Any]:
         step.evaluate(inputs, targets)
     losses.append(step(inputs, targets).loss.item())
     recording.save(file)
-    return {"losses": losses, "took": took, "measured": recording.gather()}
+    recorded = spent[MICROBATCHES : MICROBATCHES * (1 + STEPS)]
+    return {"losses": losses, "took": took, "measured": recording.gather(), "spent": recorded}
 
 
 @pytest.mark.parametrize(
@@ -58,6 +70,7 @@ def trained(mesh: engine.Mesh, schedule: Any, file: str) -> dict[str, Any]:
     [
         ("1f1b", Layout(pipeline=3)), ("gpipe", Layout(pipeline=2)), ("interleaved", Layout(pipeline=2)),
         ("gpipe", Layout(data=2, pipeline=2)), (eager, Layout(pipeline=2)), ("1f1b", Layout()),
+        ("zero_bubble", Layout(pipeline=2)), ("zero_bubble_v", Layout(pipeline=2)),
     ],
 )  # fmt: skip
 def test_what_is_recorded_is_the_plan_in_time(world: World, schedule: Any, layout: Layout, tmp_path: Path) -> None:
@@ -70,6 +83,11 @@ def test_what_is_recorded_is_the_plan_in_time(world: World, schedule: Any, layou
         assert result["losses"] == sorted(result["losses"], reverse=True)
         here = layout.coordinate(rank)
         pipelines.setdefault((here.data, here.tensor), []).append(result["measured"])
+        last = [e for ranks in result["measured"].steps for rank in ranks for e in rank
+                if (e.action.kind, e.action.stage) == ("forward", stages.count - 1)]  # fmt: skip
+        for forward, seconds in zip(last, result["spent"], strict=bool(result["spent"])):
+            assert forward.end - forward.start > seconds  # the loss is a part of the last stage's forward
+    assert any(result["spent"] for result in results)
     for every in pipelines.values():
         measured = every[0]
         assert all(each == measured for each in every)
@@ -102,6 +120,69 @@ def check_times(ranks: Any, limit: float, stages: Stages) -> None:
         if each.action.kind == "backward":
             before = ("forward", stage, i) if stage == stages.count - 1 else ("backward", stage + 1, i)
             assert each.start >= ended[before]
+
+
+# ---- what it is made of ------------------------------------------------------------------------------------------
+
+
+def test_memory_in_use_is_what_tensors_take_and_no_more() -> None:
+    before = devices.live_memory(torch.device("cpu"))
+    if before is None:  # without glibc it is not known
+        return
+    held = [torch.empty(10_000_000), *(torch.empty(1000) for _ in range(100))]
+    during = devices.live_memory(torch.device("cpu"))
+    assert during is not None
+    wanted = sum(each.nbytes for each in held)
+    assert wanted <= during - before < wanted + 2**17
+    del held
+    after = devices.live_memory(torch.device("cpu"))
+    assert after is not None
+    assert abs(after - before) < 2**17
+
+
+def test_on_an_accelerator_marks_are_events_of_its_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            calls.append("record")
+            self.at = float(len(calls))
+
+        def elapsed_time(self, other: Event) -> float:
+            return (other.at - self.at) * 250  # milliseconds
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 4096 + device.index)
+    here = torch.device("cuda", 3)
+    first, last = devices.mark(here), devices.mark(here)
+    assert calls == ["record", "record"]
+    assert devices.seconds_between(first, last) == 0.25
+    assert devices.live_memory(here) == 4099
+
+
+def test_clocks_of_one_machine_are_one_and_of_several_start_when_the_ranks_meet() -> None:
+    """Rank 1 leaves the meeting 0.25 s after rank 0."""
+    for hosts, late in ((("a", "a"), 0.25), (("a", "b"), 0.0)):
+        told = [
+            (host, [(100 + 0.25 * rank, (Computed(Compute("forward", rank, 0), 0.5, 1.0),))])
+            for rank, host in enumerate(hosts)
+        ]
+        comm = SimpleNamespace(size=2, broadcast_object=lambda _, rank, told=told: told[rank])
+        recording = Recording(SimpleNamespace(pipeline=comm), "own", Stages(2), 1)  # type: ignore[arg-type]
+        (step,) = recording.gather().steps
+        assert [(rank[0].start, rank[0].end) for rank in step] == [(0.5, 1.0), (0.5 + late, 1.0 + late)]
+
+
+def test_a_backward_may_have_a_cost_of_its_own_and_units_may_change() -> None:
+    plan, stages = one_f_one_b(Stages(2), 3), Stages(2)
+    apart, whole = (simulate(plan, stages, 3, costs) for costs in (Costs(1, 2, 1.5), Costs(1, backward=3.5)))
+    assert whole == apart
+    scaled = whole.scaled(1e3, 0.5)
+    assert (scaled.step, scaled.bubble) == (whole.step * 1e3, pytest.approx(whole.bubble))
+    assert scaled.memory == (1.0, 0.5)
 
 
 # ---- what is derived from it, by hand ----------------------------------------------------------------------------

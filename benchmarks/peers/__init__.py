@@ -53,6 +53,8 @@ PEERS = {
     "deepspeed": Peer(f"{_HERE}.data_parallel:deepspeed_zero2", ("data",), needs="deepspeed", tolerance=1e-3),
     "dtensor": Peer(f"{_HERE}.tensor_parallel:dtensor", ("tensor",)),
     "torch_1f1b": Peer(f"{_HERE}.pipeline:torch_1f1b", ("pipeline",)),
+    "torch_pipeline": Peer(f"{_HERE}.schedules:torch_pipeline", ("pipeline",)),
+    "torch_pipeline_balanced": Peer(f"{_HERE}.schedules:torch_pipeline_balanced", ("pipeline",)),
     "torch_3d": Peer(f"{_HERE}.pipeline:torch_3d", AXES),
 }
 

@@ -71,9 +71,9 @@ def figure_of(panels: Sequence[Panel]) -> Figure:
     step = max(timeline.step for timeline in timelines)
     boxes = [event for timeline in timelines for events in timeline.ranks for event in events]
     lengths = sorted(event.end - event.start for event in boxes if event.end > event.start)
-    # Of measured boxes a few may be as narrow as you like: nearly all have room for their number.
-    narrow = lengths[len(lengths) // 20] if lengths else 1.0
-    width = min(max(8.0, 0.24 * step / narrow), 26.0)
+    # Of measured boxes a few may be as narrow as you like: most have room for their number.
+    narrow = lengths[len(lengths) // 8] if lengths else 1.0
+    width = min(max(8.0, 0.24 * step / narrow), 18.0)
     height = sum(1.0 + 0.52 * timeline.stages.ranks for timeline in timelines)
     figure = Figure(figsize=(width + 2.2, 0.7 + height), layout="constrained")
     columns = figure.subplots(len(panels), 1, squeeze=False, height_ratios=[t.stages.ranks + 1 for t in timelines])
@@ -91,7 +91,7 @@ def _draw_panel(axes: Axes, panel: Panel, step: float, points: float) -> None:
         axes.barh(rank, own, height=_ROW, color=IDLE, edgecolor="#C8C8C8", hatch="////", linewidth=0)
         _draw_rank(axes, timeline, rank, events, points)
         if own:
-            held = f", memory {timeline.memory[rank]:.4g} {panel.memory}".rstrip() if timeline.memory else ""
+            held = f", memory {_number(timeline.memory[rank])} {panel.memory}".rstrip() if timeline.memory else ""
             axes.text(own + step * 0.006, rank, f"{timeline.busy(rank) / own:.0%} busy{held}", va="center", fontsize=8)
     axes.set_xlim(0, step or 1.0)
     axes.set_ylim(ranks - 0.5, -0.5)
@@ -134,6 +134,10 @@ def _legend(figure: Figure, timeline: Timeline, events: Sequence[Event]) -> None
     if timeline.stages.chunks > 1:
         handles.append(Patch(color="#222222", label="foot: a later chunk"))
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), fontsize=8, frameon=False)
+
+
+def _number(value: float) -> str:
+    return f"{value:.4g}" if value < 1000 else f"{value:,.0f}"
 
 
 def _name(timeline: Timeline, rank: int) -> str:

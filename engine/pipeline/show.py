@@ -60,10 +60,10 @@ def panels_of(measured: Measured) -> list[Panel]:
     sizes = _sizes(measured.schedule, measured.microbatches, measured.stages)
     simulated = "simulated with the measured costs, messages take nothing"
     panels = []
-    for name, timeline in ((f"{sizes}: measured", measured.timeline()), (simulated, measured.simulated())):
+    for name, timeline in ((f"{sizes}, measured", measured.timeline()), (simulated, measured.simulated())):
         shown = timeline.scaled(1e3, 2**-20)
-        held = f", memory up to {max(shown.memory):.4g} MiB" if shown.memory else ""
-        title = f"{name}: bubble {shown.bubble:.1%}, a step takes {shown.step:.4g} ms{held}"
+        held = f", memory up to {max(shown.memory):,.1f} MiB" if shown.memory else ""
+        title = f"{name}: bubble {shown.bubble:.1%}, a step takes {shown.step:,.1f} ms{held}"
         panels.append(Panel(title, shown, "ms", "MiB"))
     return panels
 
