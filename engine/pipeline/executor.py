@@ -62,8 +62,13 @@ class Executor:
         backward starts from. `around(action)`: a context for each forward and backward.
 
         Every rank of the pipeline axis must run its program of one plan, over microbatches of equal shapes.
-        Gradients are added to the parameters' own. Raises CommunicationError when a peer fails.
+        Gradients are added to the parameters' own. Raises UsageError for an output that cannot cross a stage, and, on
+        every rank before anything is computed, for shapes that differ over the axis; CommunicationError when a peer
+        fails.
         """
+        if self.device.type == "cpu":  # elsewhere this would wait for the device; with checks, whole rows are compared
+            told = (len(microbatches), tuple(dict.fromkeys(each.signature for each in microbatches)))
+            self.comm.check_equal("the batch that all pipeline ranks share, by its shapes and plain values,", told)
         state = _Run(self, microbatches, finish)
         for instruction in program:
             if isinstance(instruction, Exchange):
