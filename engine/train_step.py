@@ -201,7 +201,7 @@ class TrainStep:
         plan = schedule if callable(schedule) else schedule_named(schedule, among=_RUN)
         stages = self._executor.virtual
         actions = plan(stages, self.microbatches)
-        program = verify(actions, stages, self.microbatches)[self.mesh.pipeline.rank]
+        program = verify(actions, stages, self.microbatches, ahead=self._executor.ahead)[self.mesh.pipeline.rank]
         apart = next((a for each in actions for a in each if a.kind == "weight_gradient"), None)
         if apart is not None:
             raise UsageError(
@@ -214,7 +214,7 @@ class TrainStep:
         """Return this rank's program of an evaluation."""
         if microbatches not in self._evaluations:
             stages = self._executor.virtual
-            derived = programs(forward_only(stages, microbatches), stages)
+            derived = programs(forward_only(stages, microbatches), stages, ahead=self._executor.ahead)
             self._evaluations[microbatches] = derived[self.mesh.pipeline.rank]
         return self._evaluations[microbatches]
 
