@@ -46,14 +46,14 @@ def verify(
         derived = programs(plan, stages, ahead=True)
         with contextlib.suppress(UsageError):  # an order in which a send has to be waited for later than that
             check_programs(derived, stages)
-            check_programs([_posted_late(program, rank) for rank, program in enumerate(derived)], stages)
+            check_programs([posted_late(program, rank) for rank, program in enumerate(derived)], stages)
             return derived
     derived = programs(plan, stages)
     check_programs(derived, stages)
     return derived
 
 
-def _posted_late(program: Program, rank: int) -> Program:
+def posted_late(program: Program, rank: int) -> Program:
     """Return a program as it runs while forms are not known yet: a receive can be posted only when it is waited for."""
     return tuple(
         Exchange(tuple(each for each in one.waits if each.receiver == rank), one.sends, one.waits)
