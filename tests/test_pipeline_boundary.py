@@ -397,3 +397,41 @@ def test_an_output_that_cannot_be_sent_ends_all_ranks(world: World, make: Any, t
     assert text in caught.value.reports[0]
     assert "CommunicationError: rank 1" in caught.value.reports[1]
     assert "rank 0" in caught.value.reports[1].splitlines()[-1]
+
+
+# ---- inputs and targets ----------------------------------------------------------------------------------------------
+
+
+class Same(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Parameter(torch.ones((), dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.one
+
+
+def differences(mesh: engine.Mesh, width: int, schedule: str) -> list[float]:
+    """Return every microbatch's loss, where this rank computes it, of a model that gives back what it gets."""
+    found: list[float] = []
+
+    def difference(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
+        loss = (output - target).square().sum()
+        found.append(loss.item())
+        return loss, target.shape[0]
+
+    model = PipelineModel([LayerSpec(Same) for _ in range(4)], mesh, balance="uniform")
+    optimizer = engine.zero.ZeroOptimizer(model, torch.optim.SGD, mesh, lr=0.0)
+    step = engine.TrainStep(model, optimizer, difference, mesh, microbatches=4, schedule=schedule)
+    for seed in range(2):
+        x = torch.randn(8, width, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        step(x, x)
+        step.evaluate(x[1:], x[1:])
+    return found
+
+
+@pytest.mark.parametrize(("ranks", "width", "schedule"), [(2, 1 << 17, "1f1b"), (4, 3, "gpipe"), (4, 3, "1f1b")])
+def test_every_microbatch_meets_its_own_target(world: World, ranks: int, width: int, schedule: str) -> None:
+    *others, last = world.run(Layout(pipeline=ranks), differences, width, schedule)
+    assert not any(others)
+    assert last == [0.0] * 16
