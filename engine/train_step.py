@@ -215,14 +215,14 @@ class TrainStep:
         plan = schedule if callable(schedule) else schedule_named(schedule)
         stages = self._executor.virtual
         actions = plan(stages, self.microbatches)
-        program = verify(actions, stages, self.microbatches)[self.mesh.pipeline.rank]
+        program = verify(actions, stages, self.microbatches, ahead=self._executor.ahead)[self.mesh.pipeline.rank]
         return program, actions if callable(schedule) else schedule
 
     def _forwards(self, microbatches: int) -> Program:
         """Return this rank's program of an evaluation."""
         if microbatches not in self._evaluations:
             stages = self._executor.virtual
-            derived = programs(forward_only(stages, microbatches), stages)
+            derived = programs(forward_only(stages, microbatches), stages, ahead=self._executor.ahead)
             self._evaluations[microbatches] = derived[self.mesh.pipeline.rank]
         return self._evaluations[microbatches]
 

@@ -67,8 +67,13 @@ class Executor:
         backward starts from. `around(action)`: a context for each forward and backward.
 
         Every rank of the pipeline axis must run its program of one plan, over microbatches of equal shapes.
-        Gradients are added to the parameters' own. Raises CommunicationError when a peer fails.
+        Gradients are added to the parameters' own. Raises UsageError for an output that cannot cross a stage, and, on
+        every rank before anything is computed, for shapes that differ over the axis; CommunicationError when a peer
+        fails.
         """
+        if self.device.type == "cpu":  # elsewhere this would wait for the device; with checks, whole rows are compared
+            told = (len(microbatches), tuple(dict.fromkeys(each.signature for each in microbatches)))
+            self.comm.check_equal("the batch that all pipeline ranks share, by its shapes and plain values,", told)
         state = _Run(self, microbatches, finish)
         try:
             for instruction in program:
@@ -79,6 +84,14 @@ class Executor:
                     state.compute(instruction)
         finally:
             self.weight_gradients.clear()  # of a program that failed
+
+    @property
+    def ahead(self) -> bool:
+        """Whether programs should post receives ahead: where messages move beside computing. Not on accelerators, whose
+        backends let the messages of a group follow one another: a receive that is posted ahead would hold up the send
+        that its sender waits for.
+        """
+        return self.device.type == "cpu" and self.comm.size > 1 and self.comm.overlaps
 
     @property
     def last_rank(self) -> int:
@@ -118,7 +131,8 @@ class _Run:
         self.gradients: dict[Key, list[Tensor]] = {}  # of the roots, but for the loss
         self.returns: dict[Key, list[Tensor]] = {}  # gradients of a stage's inputs, not sent yet
         self.forms: dict[Key, Form] = {}  # of outputs whose gradients have not been asked for
-        self.works: dict[Message, list[Work]] = {}  # sends that are waited for later
+        self.posts: list[Message] = []  # receives that cannot be posted yet
+        self.works: dict[Message, list[Work]] = {}  # what is waited for later
         kind = executor.device.type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         self.trains = torch.is_grad_enabled()
@@ -155,6 +169,8 @@ class _Run:
             self.arrived[stage + 1, i] = (form, [x.detach().clone() for x in tensors])
         else:
             self.outputs[stage, i] = (form, [x.detach() for x in tensors])
+            if self.trains:
+                self.forms[stage, i] = form
 
     def backward(self, action: Compute) -> None:
         key = (action.stage, action.microbatch)
@@ -186,34 +202,50 @@ class _Run:
         return [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in source]
 
     def exchange(self, exchange: Exchange) -> None:
-        """Start the messages and wait. Where all that starts is waited for, as one batch; else sends start one by one,
-        to be waited for one by one, and receives, which are waited for here, follow.
-        """
+        """Start the messages and wait. Where just what starts here is waited for, as one batch; else one by one."""
         comm = self.executor.comm
-        if not {*exchange.receives, *exchange.sends} <= {*exchange.waits}:
+        if {*exchange.receives, *exchange.sends} != {*exchange.waits}:
             for message in exchange.sends:
                 works = self.works[message] = []
                 if tensors := self._outgoing(message, works):
                     works.append(comm.exchange(sends=[(x, message.receiver) for x in tensors], async_op=True))
-            for message in exchange.receives:
-                if tensors := self._incoming(message):
-                    comm.exchange(recvs=[(x, message.sender) for x in tensors])
-            self._end_sends(exchange.waits)
+            self.posts += exchange.receives
+            self._post(exchange.waits)
+            for message in exchange.waits:
+                for work in self.works.pop(message, ()):
+                    work.wait()
             return
-        self._end_sends(exchange.waits)
         sends = [(x, m.receiver) for m in exchange.sends for x in self._outgoing(m)]
-        forms = self.executor.forms
-        if any(m.kind == "activation" and not forms.knows(self._key(m), m) for m in exchange.receives):
+        if not all(map(self._knows, exchange.receives)):
             # A form comes first, and can only be waited for once what this stage owes is sent.
             comm.exchange(sends=sends)
             sends = []
         receives = [(x, m.sender) for m in exchange.receives for x in self._incoming(m)]
         comm.exchange(sends=sends, recvs=receives)
 
-    def _end_sends(self, messages: Sequence[Message]) -> None:
-        for message in messages:
-            for work in self.works.pop(message, ()):
-                work.wait()
+    def _post(self, waits: Sequence[Message]) -> None:
+        """Post the receives of which the forms are known, and of the others those that are waited for: they block. What
+        one rank sends is posted in its order. Where all are waited for, nothing is gained by posting ahead of waiting.
+        """
+        comm = self.executor.comm
+        ahead = not {*self.posts} <= {*waits}
+        left: list[Message] = []
+        for message in self.posts:
+            if not (message in waits or self._knows(message)) or any(message.sender == other.sender for other in left):
+                left.append(message)
+            elif tensors := self._incoming(message):
+                receives = [(x, message.sender) for x in tensors]
+                if ahead:
+                    self.works[message] = [comm.exchange(recvs=receives, async_op=True)]
+                else:
+                    comm.exchange(recvs=receives)
+        self.posts = left
+
+    def _knows(self, message: Message) -> bool:
+        """Whether the form of what a message brings is known: of a gradient once its stage's forward has run."""
+        if message.kind == "gradient":
+            return (message.stage, message.microbatch) in self.forms
+        return self.executor.forms.knows(self._key(message), message)
 
     def _key(self, message: Message) -> object:
         return (self.microbatches[message.microbatch].signature, *self.mode)
@@ -224,8 +256,6 @@ class _Run:
             return self.returns.pop((message.stage, message.microbatch))
         form, tensors = self.outputs.pop((message.stage - 1, message.microbatch))
         self.executor.forms.announce(self._key(message), form, message, later)
-        if self.trains:
-            self.forms[message.stage - 1, message.microbatch] = form
         return tensors
 
     def _incoming(self, message: Message) -> list[Tensor]:

@@ -2,7 +2,8 @@
 
 A schedule is a function (stages, microbatches) -> for each rank, its computations in order; `schedules.py` has the
 named ones. `programs` derives the messages: between two computations of a rank there is at most one exchange, which
-posts the receives of what the next one needs, starts the send of what the last one made, and then waits. Messages from
+posts the receives of what the next one needs, or the one after that, starts the send of what the last one made, and
+then waits. Messages from
 one rank to another are posted in the order in which they are sent, which backends without tags (NCCL, HCCL) need: with
 chunks, activations and gradients share the way between two ranks.
 """
@@ -123,16 +124,21 @@ def forward_only(stages: Stages, microbatches: int) -> tuple[tuple[Compute, ...]
     )
 
 
-def programs(plan: Plan, stages: Stages) -> tuple[Program, ...]:
+def programs(plan: Plan, stages: Stages, *, ahead: bool = False) -> tuple[Program, ...]:
     """Return what each rank does, computations and exchanges, in order. plan: one that `verify.check_plan` passes, or
     `forward_only`'s.
 
-    With one chunk and whole backwards a rank waits in each exchange for all that it starts: neighbours then need each
-    other's messages, and one call that blocks costs least. Otherwise, and where that would end in a deadlock, a send is
-    waited for once the receiver is known to have taken it, with the first message that it sent after that, or at the
-    end: a message may be needed much later, and meanwhile there is something to compute.
+    ahead: every receive is posted one computation before it is needed, and every send waited for one computation after
+    it is started, so that messages move meanwhile. It takes the memory of a message each way.
+
+    Otherwise, with one chunk and whole backwards, a rank waits in each exchange for all that it starts: neighbours then
+    need each other's messages, and one call that blocks costs least. With chunks, and where that would end in a
+    deadlock, a send is waited for late: once the receiver is known to have taken it, with the first message that it
+    sent after that, or at the end. A message may be needed much later, and meanwhile there is something to compute.
     """
     routes = _Routes(plan, stages)
+    if ahead:
+        return tuple(routes.program(rank, late=True, ahead=True) for rank in range(stages.ranks))
     if stages.chunks == 1 and not any(action.kind == "weight_gradient" for actions in plan for action in actions):
         prompt = tuple(routes.program(rank, late=False) for rank in range(stages.ranks))
         if _meets(prompt):
@@ -167,26 +173,36 @@ class _Routes:
                     self.posts[rank][index].append(message)
                     self.taken_before[message] = index
 
-    def program(self, rank: int, *, late: bool) -> Program:
-        """Return a rank's instructions, with its sends waited for at once or late."""
+    def program(self, rank: int, *, late: bool, ahead: bool = False) -> Program:
+        """Return a rank's instructions, with its sends waited for at once or late, its receives posted ahead or not."""
         instructions: list[Instruction] = []
         left: dict[int, deque[Message]] = defaultdict(deque)  # sends that are not waited for, by receiver
         actions = self.plan[rank]
         for index in range(len(actions) + 1):
             last = index == len(actions)
-            receives = () if last else tuple(self.posts[rank][index])
+            needed = () if last else tuple(self.posts[rank][index])
+            receives = self._ahead(rank, index) if ahead else needed
             made = self.made[rank][index - 1] if index else None
             sends = () if made is None else (made,)
-            waits = [*receives, *(() if late else sends)]
+            waits = [*needed, *(() if late else sends)]
             if late:
                 if made is not None:
                     left[made.receiver].append(made)
-                waits += [each for queue in left.values() for each in queue] if last else self._known(receives, left)
+                if last or ahead:
+                    waits += [each for queue in left.values() for each in queue if last or each is not made]
+                    left = defaultdict(deque, {made.receiver: deque([made])} if made else {})
+                else:
+                    waits += self._known(needed, left)
             if receives or sends or waits:
                 instructions.append(Exchange(receives, sends, tuple(waits)))
             if not last:
                 instructions.append(actions[index])
         return tuple(instructions)
+
+    def _ahead(self, rank: int, index: int) -> tuple[Message, ...]:
+        """Return the receives to post before a computation for the next one, before the first one for both."""
+        posts = self.posts[rank]
+        return tuple(message for each in posts[index + 1 if index else 0 : index + 2] for message in each)
 
     def _known(self, received: Sequence[Message], left: dict[int, deque[Message]]) -> list[Message]:
         """Return, and take out of `left`, the sends that had been taken when these messages were sent back."""

@@ -5,6 +5,7 @@ Every error is a UsageError that names the rank and the action at fault.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 
 from engine.errors import UsageError
@@ -23,21 +24,43 @@ _LACKS = {_FORWARD: "forward", _INPUT_GRADIENT: "input gradient"}
 
 
 def verify(
-    plan: Plan, stages: Stages, microbatches: int, in_flight: Callable[[Stages, int, int], int] | None = None
+    plan: Plan,
+    stages: Stages,
+    microbatches: int,
+    in_flight: Callable[[Stages, int, int], int] | None = None,
+    *,
+    ahead: bool = False,
 ) -> tuple[Program, ...]:
     """Return the ranks' programs of a plan, once all of this is sure: every rank computes each forward and each
     backward of its stages once, in an order that can be; messages meet in the order in which they are posted; no rank
     waits for ever, although a send ends only once its receive is posted; no more activations are alive than
-    `in_flight(stages, microbatches, rank)`, where it is given.
+    `in_flight(stages, microbatches, rank)`, where it is given. ahead: as in `schedule.programs`, if
+    the plan can run so.
 
     Raises UsageError for what is not.
     """
     check_plan(plan, stages, microbatches)
     if in_flight is not None:
         check_in_flight(plan, [in_flight(stages, microbatches, rank) for rank in range(stages.ranks)])
+    if ahead:
+        derived = programs(plan, stages, ahead=True)
+        with contextlib.suppress(UsageError):  # an order in which a send has to be waited for later than that
+            check_programs(derived, stages)
+            check_programs([posted_late(program, rank) for rank, program in enumerate(derived)], stages)
+            return derived
     derived = programs(plan, stages)
     check_programs(derived, stages)
     return derived
+
+
+def posted_late(program: Program, rank: int) -> Program:
+    """Return a program as it runs while forms are not known yet: a receive can be posted only when it is waited for."""
+    return tuple(
+        Exchange(tuple(each for each in one.waits if each.receiver == rank), one.sends, one.waits)
+        if isinstance(one, Exchange)
+        else one
+        for one in program
+    )
 
 
 def check_plan(plan: Plan, stages: Stages, microbatches: int) -> None:
