@@ -80,20 +80,21 @@ class WeightGradients:
         self._key: Hashable = None
 
     def catching(self) -> TorchFunctionMode:
-        """Return the context in which products with parameters are caught: for each forward and each backward, which
-        may run a part of the forward again.
-        """
+        """Return the context in which products with parameters are caught: for a forward whose backward is run here."""
         return _Catching(self)
 
-    @contextmanager
-    def taking(self, key: Hashable = None) -> Iterator[None]:
-        """For a backward, through what was caught in the forward: sum weight gradients where they belong as they come
-        up, or with a `key` keep them until `compute(key)`. Elsewhere they are autograd's.
+    def backward(self, output: Tensor, gradient: Tensor | None, key: Hashable = None) -> None:
+        """Run the backward of `output`, whose forward was caught, as torch.autograd.backward does: sum the weight
+        gradients where they belong as they come up, or with a `key` keep them until `compute(key)`.
         """
+        # torch leaves the mode while it handles a backward of tensors, but forwards that are run again inside must be
+        # caught as the first ones were. An edge of the graph is no tensor.
+        edge = get_gradient_edge(output)
         before = self._takes, self._key
         self._takes, self._key = True, key
         try:
-            yield
+            with self.catching():
+                torch.autograd.backward([edge], None if gradient is None else [gradient])
         finally:
             self._takes, self._key = before
 
@@ -196,8 +197,7 @@ class _Catching(TorchFunctionMode):
             found = self.owner.parameter_of(args[0])
             return partial(self.owner.hand_over, *found) if found else _product
         elif func is torch.autograd.backward and options.get("inputs") is None:
-            # torch leaves a mode while it handles such a call, but recomputed forwards inside must see it as the first
-            # ones did. An edge of the graph is no tensor, so this is not handled again.
+            # Within another backward: see `WeightGradients.backward`.
             edges = [get_gradient_edge(each) if isinstance(each, Tensor) else each for each in args[0]]
             with self:
                 return func(edges, **options)
@@ -248,9 +248,10 @@ class _Linear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         grad = grads[0]
         *_, needs_x, needs_bias = ctx.needs_input_grad
-        of_x = (_rows(grad) @ (weight.t() if ctx.transposed else weight)).view(x.shape) if needs_x else None
-        of_bias = _rows(grad).sum(0) if needs_bias else None
-        return None, ctx.hand_over(grad, x), None, of_x, of_bias
+        with torch._C.DisableTorchFunction():  # nothing to catch: saves the time of looking
+            of_x = (_rows(grad) @ (weight.t() if ctx.transposed else weight)).view(x.shape) if needs_x else None
+            of_bias = _rows(grad).sum(0) if needs_bias else None
+            return None, ctx.hand_over(grad, x), None, of_x, of_bias
 
 
 _linear: Callable[..., Tensor] = _Linear.apply  # which torch leaves untyped

@@ -177,15 +177,13 @@ class _Run:
         apart = self.executor.weight_gradients
         if action.kind == "weight_gradient":
             apart.compute((action.stage, action.microbatch))
-        elif not torch.is_grad_enabled():
-            self.forward(action)
-        elif action.kind == "forward":
+        elif action.kind != "forward":
+            self.backward(action)
+        elif torch.is_grad_enabled():
             with apart.catching():
                 self.forward(action)
         else:
-            key = (action.stage, action.microbatch) if action.kind == "input_gradient" else None
-            with apart.catching(), apart.taking(key):
-                self.backward(action)
+            self.forward(action)
 
     def forward(self, action: Compute) -> None:
         stage, i, batch = action.stage, action.microbatch, self.microbatches[action.microbatch]
@@ -212,7 +210,8 @@ class _Run:
         key = (action.stage, action.microbatch)
         output, gradient = self.outputs.pop(key), self.gradients.pop(key, None)
         if output.requires_grad:
-            torch.autograd.backward([output], None if gradient is None else [gradient])
+            later = key if action.kind == "input_gradient" else None
+            self.executor.weight_gradients.backward(output, gradient, later)
         elif action.stage == self.executor.virtual.count - 1 and self._is_trained(key):
             raise UsageError("the loss has no gradient, although parameters require one: it was detached on the way")
         if action.stage - 1 in self.executor.parts:
