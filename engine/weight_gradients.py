@@ -72,9 +72,11 @@ class _Waiting:
 class WeightGradients:
     """Takes the weight gradients of one model's training steps. Nothing is sent."""
 
-    def __init__(self, sinks: Mapping[int, Sink]) -> None:
-        """sinks: by `id(parameter)`, for the life of the parameters. Of one without, `.grad` is added to."""
-        self._sinks = sinks
+    def __init__(self, sinks: Mapping[int, Sink], least: int = 0) -> None:
+        """sinks: by `id(parameter)`, for the life of the parameters. Of one without, `.grad` is added to. least: leave
+        the gradients of weights with fewer elements to autograd.
+        """
+        self._sinks, self._least = sinks, least
         self._waiting: dict[Hashable, list[_Waiting]] = defaultdict(list)
         self._takes = False  # whether a backward that runs now hands over
         self._key: Hashable = None
@@ -140,6 +142,8 @@ class WeightGradients:
     def _is_plain(self, parameter: nn.Parameter) -> bool:
         """Whether a sink can do all that autograd would."""
         if parameter.dim() != 2 or not parameter.is_floating_point() or parameter.layout is not torch.strided:
+            return False
+        if parameter.numel() < self._least:
             return False
         sink = self._sinks.get(id(parameter))
         own = None if sink is None else sink.hook

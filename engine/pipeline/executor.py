@@ -60,13 +60,9 @@ Key = tuple[int, int]
 class Executor:
     """Runs programs over one rank's stages. One for each model; remembers the shapes that were announced."""
 
-    def __init__(
-        self, module: nn.Module, comm: Communicator, device: torch.device, weight_gradients: WeightGradients
-    ) -> None:
-        """module: a PipelineModel, or with pipeline = 1 any. comm: the pipeline axis. weight_gradients: of the module's
-        parameters.
-        """
-        self.module, self.comm, self.device, self.weight_gradients = module, comm, device, weight_gradients
+    def __init__(self, module: nn.Module, comm: Communicator, device: torch.device) -> None:
+        """module: a PipelineModel, or with pipeline = 1 any. comm: the pipeline axis."""
+        self.module, self.comm, self.device = module, comm, device
         self.virtual, self.parts = Stages(1), dict[int, Callable[..., Any]]({0: module})
         if isinstance(module, PipelineModel):
             self.virtual, self.parts = module.virtual, module.parts()
@@ -80,14 +76,16 @@ class Executor:
         microbatches: Sequence[Microbatch],
         finish: LossTotal,
         around: Around = lambda _: nullcontext(),
+        weight_gradients: WeightGradients | None = None,
     ) -> None:
         """Execute `program`. `finish(output, i)`: called on the last stage with microbatch i's output; returns what
-        backward starts from. `around(action)`: a context for each forward and backward.
+        backward starts from. `around(action)`: a context for each forward and backward. `weight_gradients`: takes those
+        of the layers that it knows; a program that computes some apart needs it. None: all are autograd's.
 
         Every rank of the pipeline axis must run its program of one plan, over microbatches of equal shapes.
         Gradients are added to the parameters' own. Raises CommunicationError when a peer fails.
         """
-        state = _Run(self, microbatches, finish)
+        state = _Run(self, microbatches, finish, weight_gradients)
         try:
             for instruction in program:
                 if isinstance(instruction, Exchange):
@@ -96,7 +94,8 @@ class Executor:
                 with around(instruction):
                     state.compute(instruction)
         finally:
-            self.weight_gradients.clear()  # of a program that failed
+            if weight_gradients is not None:
+                weight_gradients.clear()  # what waits where the program failed
 
     @property
     def last_rank(self) -> int:
@@ -162,8 +161,15 @@ class _Enter(torch.autograd.Function):
 class _Run:
     """The tensors of one run of a program."""
 
-    def __init__(self, executor: Executor, microbatches: Sequence[Microbatch], finish: LossTotal) -> None:
+    def __init__(
+        self,
+        executor: Executor,
+        microbatches: Sequence[Microbatch],
+        finish: LossTotal,
+        weight_gradients: WeightGradients | None,
+    ) -> None:
         self.executor, self.microbatches, self.finish = executor, microbatches, finish
+        self.weight_gradients = weight_gradients
         self.inputs: dict[Key, Tensor] = {}  # received activations, leaves of their stage's graph
         self.outputs: dict[Key, Tensor] = {}
         self.gradients: dict[Key, Tensor] = {}  # received, of the outputs
@@ -174,16 +180,16 @@ class _Run:
         self.mode = (torch.is_grad_enabled(), autocast)  # what an output's kind depends on besides its inputs
 
     def compute(self, action: Compute) -> None:
-        apart = self.executor.weight_gradients
         if action.kind == "weight_gradient":
-            apart.compute((action.stage, action.microbatch))
+            assert self.weight_gradients is not None
+            self.weight_gradients.compute((action.stage, action.microbatch))
         elif action.kind != "forward":
             self.backward(action)
-        elif torch.is_grad_enabled():
-            with apart.catching():
-                self.forward(action)
-        else:
+        elif self.weight_gradients is None:
             self.forward(action)
+        else:
+            with self.weight_gradients.catching():
+                self.forward(action)
 
     def forward(self, action: Compute) -> None:
         stage, i, batch = action.stage, action.microbatch, self.microbatches[action.microbatch]
@@ -209,9 +215,10 @@ class _Run:
     def backward(self, action: Compute) -> None:
         key = (action.stage, action.microbatch)
         output, gradient = self.outputs.pop(key), self.gradients.pop(key, None)
-        if output.requires_grad:
-            later = key if action.kind == "input_gradient" else None
-            self.executor.weight_gradients.backward(output, gradient, later)
+        if output.requires_grad and self.weight_gradients is not None:
+            self.weight_gradients.backward(output, gradient, key if action.kind == "input_gradient" else None)
+        elif output.requires_grad:
+            torch.autograd.backward([output], None if gradient is None else [gradient])
         elif action.stage == self.executor.virtual.count - 1 and self._is_trained(key):
             raise UsageError("the loss has no gradient, although parameters require one: it was detached on the way")
         if action.stage - 1 in self.executor.parts:
