@@ -4,7 +4,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup train test test-all stress lint peers bench bench-collectives help clean
+.PHONY: setup train test test-all stress lint peers bench bench-collectives bench-memory help clean
 
 help: ## Show this list.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 20
@@ -53,6 +53,11 @@ bench-collectives: setup ## Measure the collectives beside torch's own, on 2 and
 	$(BIN)/python -m benchmarks.collectives --nproc $$n --ops all_reduce,reduce_scatter,all_gather,broadcast,barrier \
 		--sizes 1K:64M:4 --dtypes float32 --transports torch,shm --memory private,registered --algorithms torch,chosen \
 		--check --ratios --json $${out}_n$$n.json --plot $${out}_n$$n.png ) || exit 1; done
+
+bench-memory: setup ## Measure a rank's memory at every ZeRO stage on 1 to 8 ranks, into benchmarks/results.
+	@stem=benchmarks/results/$$(date +%F)_memory; out=$$stem; number=2; \
+	while [ -e $$out.json ]; do out=$${stem}_$$number; number=$$((number + 1)); done; set -x; \
+	$(BIN)/python -m benchmarks.memory --json $$out.json --plot $$out.png
 
 peers: setup .venv/.peers ## Install what the benchmarks' peers need.
 

@@ -26,8 +26,8 @@ class JobError(EngineError):
     """A job that failed: crashed, ran past its limit, or wrote no result."""
 
 
-def run_job(system: str, work: Work, processes: int, folder: Path) -> dict[str, Any]:
-    """Start `system` in so many processes and return what rank 0 wrote.
+def run_job(system: str, work: Work, processes: int, folder: Path, worker: str = "benchmarks.worker") -> dict[str, Any]:
+    """Start `system` in so many processes and return what rank 0 wrote. worker: the module that is one rank of it.
 
     Logs go to `folder`, one file for each job. Raises JobError; no process is left then.
     """
@@ -35,7 +35,7 @@ def run_job(system: str, work: Work, processes: int, folder: Path) -> dict[str, 
     out.unlink(missing_ok=True)
     log = folder / (re.sub(r"[^\w.-]", "_", system) + ".log")
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    arguments = ["-m", "benchmarks.worker", system, json.dumps(work.to_dict()), str(out)]
+    arguments = ["-m", worker, system, json.dumps(work.to_dict()), str(out)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     with log.open("w") as file:
         process = subprocess.Popen(

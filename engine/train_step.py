@@ -8,7 +8,7 @@ rows weigh more.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -23,6 +23,7 @@ from engine.device import exact_dtype, random_stream, stream_seed
 from engine.errors import LayoutError, UsageError
 from engine.pipeline import PipelineModel
 from engine.pipeline.executor import Around, Executor, Microbatch
+from engine.pipeline.recording import Recording
 from engine.pipeline.schedule import Compute, Program, Schedule, forward_only, programs
 from engine.pipeline.schedules import schedule_named
 from engine.pipeline.verify import verify
@@ -103,6 +104,8 @@ class TrainStep:
         self._executor = Executor(model, mesh.pipeline, mesh.device)
         self._training, named = self._planned(schedule)
         self._weight_gradients = self._apart_from_autograd()
+        self._schedule = schedule if isinstance(schedule, str) else getattr(schedule, "__name__", "own")
+        self._recording: Recording | None = None
         self._evaluations: dict[int, Program] = {}
         options = {"microbatches": microbatches, "schedule": named, "clip_grad_norm": clip_grad_norm}
         mesh.world.check_equal("TrainStep's options", options)
@@ -137,8 +140,8 @@ class TrainStep:
             self._add(sums, total, count)
             return total
 
-        with self._random_stream("step"), torch.enable_grad():
-            around = self._place_streams(_rows(inputs, targets))
+        placed = self._place_streams(_rows(inputs, targets))
+        with self._random_stream("step"), torch.enable_grad(), self._recorded(placed) as around:
             self._executor.run(self._training, batches, finish, around, self._weight_gradients)
         self.steps += 1
         loss, tokens = self._share(sums)
@@ -146,6 +149,21 @@ class TrainStep:
         grad_norm = self.optimizer.finish_gradients(divisor, self.clip_grad_norm)
         self.optimizer.step()
         return StepResult(loss=loss, grad_norm=grad_norm, tokens=tokens)
+
+    @contextmanager
+    def record(self) -> Iterator[Recording]:
+        """Record when each computation of the training steps inside the block begins and ends, on every rank.
+
+        Every rank of the mesh must enter it around the same steps; `save(path)` of what it gives writes them. The ranks
+        of a pipeline meet at the start of each such step. Raises UsageError inside another record().
+        """
+        if self._recording is not None:
+            raise UsageError("this step is being recorded already: leave the record() around it first")
+        self._recording = Recording(self.mesh, self._schedule, self._executor.virtual, self.microbatches)
+        try:
+            yield self._recording
+        finally:
+            self._recording = None
 
     def evaluate(self, inputs: Any, targets: Any, loss: Loss | None = None) -> Evaluation:
         """Return the loss over all data ranks' rows, without gradients, in eval mode; the mode and the generators are
@@ -270,6 +288,9 @@ class TrainStep:
             stream_seed(purpose, self.mesh.seed, here.data, here.pipeline, self.steps), self.mesh.device
         ):
             yield
+
+    def _recorded(self, around: Around) -> AbstractContextManager[Around]:
+        return nullcontext(around) if self._recording is None else self._recording.step(around)
 
     def _place_streams(self, rows: int) -> Around:
         """Return what tells the model's Streams, for each forward and backward, the step and which rows of the global

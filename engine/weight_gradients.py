@@ -11,7 +11,7 @@ way, within the input gradient. Method: Zero Bubble Pipeline Parallelism, arXiv:
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function_unary
 
 from engine.errors import UsageError
@@ -85,18 +85,17 @@ class WeightGradients:
         """Return the context in which products with parameters are caught: for a forward whose backward is run here."""
         return _Catching(self)
 
-    def backward(self, output: Tensor, gradient: Tensor | None, key: Hashable = None) -> None:
-        """Run the backward of `output`, whose forward was caught, as torch.autograd.backward does: sum the weight
+    def backward(self, roots: Sequence[GradientEdge], gradients: Sequence[Tensor] | None, key: Hashable = None) -> None:
+        """Run the backward from `roots`, whose forward was caught, as torch.autograd.backward does: sum the weight
         gradients where they belong as they come up, or with a `key` keep them until `compute(key)`.
         """
-        # torch leaves the mode while it handles a backward of tensors, but forwards that are run again inside must be
-        # caught as the first ones were. An edge of the graph is no tensor.
-        edge = get_gradient_edge(output)
+        # Roots are no tensors: torch leaves the mode while it handles a backward of tensors, but forwards that are run
+        # again inside must be caught as the first ones were.
         before = self._takes, self._key
         self._takes, self._key = True, key
         try:
             with self.catching():
-                torch.autograd.backward([edge], None if gradient is None else [gradient])
+                torch.autograd.backward(roots, gradients)
         finally:
             self._takes, self._key = before
 

@@ -159,6 +159,9 @@ SCHEDULES: dict[str, Schedule] = {
     "zero_bubble_v": zero_bubble_v,
 }
 
+MADE_FOR: dict[str, tuple[int, str]] = {"interleaved": (2, "loop"), "zero_bubble_v": (2, "v")}
+"""By schedule: the chunks of a rank and their placement that it is made for, where these are not one in a loop."""
+
 IN_FLIGHT: dict[str, Callable[[Stages, int, int], int]] = {
     "1f1b": lambda stages, microbatches, rank: min(microbatches, stages.ranks - rank),
     "gpipe": lambda stages, microbatches, _: microbatches * stages.chunks,

@@ -74,6 +74,10 @@ class FlatBucket:
         """The elements [start, stop) that this rank updates: all at stage 0, else its shard."""
         return (0, self.plan.used) if self.stage == 0 else (self.start, self.stop)
 
+    def trained(self, start: int, stop: int) -> Tensor:
+        """Return what the optimizer updates for bucket elements [start, stop), a view."""
+        return self.flat[start:stop].detach()
+
     def gradient(self, start: int, stop: int) -> Tensor:
         """Return the reduced gradients of bucket elements [start, stop), a view; outside the shard only at stage 0."""
         offset = 0 if self.keep_gradients else self.start
@@ -161,7 +165,8 @@ class FlatBucket:
             else:
                 whole[each.start : each.stop].view(parameter.shape).copy_(_dense(parameter.grad))
             parameter.grad = None
-        whole[self.plan.used :].zero_()
+        for start, stop in self.plan.padding:
+            whole[start:stop].zero_()
         return whole
 
     def start_gather(self) -> Work | None:

@@ -16,12 +16,21 @@ from engine.errors import UsageError, did_you_mean
 from engine.placement import REPLICATED, Placement, StageModule, ties_of
 
 Named = tuple[str, nn.Parameter]
-# Their update of an element depends on other elements, or they need gradients that a bucket does not carry.
-_NOT_ELEMENTWISE = frozenset({"LBFGS", "Muon", "Adafactor", "SparseAdam"})
+# Their update of an element depends on all others, or they need gradients that a bucket does not carry.
+_NEVER = frozenset({"LBFGS", "SparseAdam"})
+# Their update of an element depends on the others of its parameter.
+_WHOLE = frozenset({"Muon", "Adafactor"})
+_SHARDS = ("flat", "tensor")
 
 
 def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+    """Return a parameter group without its parameters, and without what says how it lies on the ranks."""
+    return {key: value for key, value in group.items() if key not in ("params", "param_names", "optimizer", "shard")}
+
+
+def keeps_whole(group: Mapping[str, Any]) -> bool:
+    """Whether each parameter of the group is updated whole, by one data rank (`shard="tensor"`)."""
+    return bool(group.get("shard", "flat") == "tensor")
 
 
 def agreed_groups(
@@ -45,6 +54,7 @@ def agreed_groups(
         raise UsageError(f"share_parameters={options['share_parameters']!r}: give True or False")
     check_options(optimizer_class, kwargs, own=("groups", *options))
     placed = named_groups(model, groups)
+    check_kinds(mesh, placed, optimizer_class)
     check_same(mesh, model, placed, optimizer_class, {**options, **kwargs})
     if options["share_parameters"]:
         check_sharing(mesh, stage)
@@ -79,7 +89,7 @@ def named_groups(
                 raise UsageError(f"group {number}: {name!r} is in two groups")
             placed.add(id(parameter))
             members.append((trainable[id(parameter)], parameter))
-        result.append((options_of(group), members))
+        result.append(({key: value for key, value in group.items() if key not in ("params", "param_names")}, members))
     left = [name for key, name in trainable.items() if key not in placed]
     if left:
         raise UsageError(
@@ -92,13 +102,9 @@ def named_groups(
 def check_classes(model: nn.Module, optimizer_class: type[torch.optim.Optimizer], mesh: Mesh) -> None:
     if not isinstance(model, nn.Module):
         raise UsageError(f"ZeroOptimizer takes the model, not {type(model).__name__}: parameters go into groups=")
-    if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)):
+    if not _is_optimizer(optimizer_class):
         raise UsageError(
             f"optimizer_class={optimizer_class!r}: give a torch optimizer's class, and its options as keywords"
-        )
-    if optimizer_class.__name__ in _NOT_ELEMENTWISE:
-        raise UsageError(
-            f"{optimizer_class.__name__} does not update each element by itself, so it cannot work on a shard"
         )
     if mesh.layout.pipeline > 1 and not isinstance(model, StageModule):
         raise UsageError(
@@ -107,9 +113,61 @@ def check_classes(model: nn.Module, optimizer_class: type[torch.optim.Optimizer]
         )
 
 
-def check_options(optimizer_class: type[torch.optim.Optimizer], given: Mapping[str, Any], own: Sequence[str]) -> None:
+def check_kinds(
+    mesh: Mesh, groups: Sequence[tuple[dict[str, Any], list[Named]]], optimizer_class: type[torch.optim.Optimizer]
+) -> None:
+    """Refuse, on every rank, groups whose optimizer cannot work on what their `shard` gives it, on any."""
+    found = [_misfit(number, group, optimizer_class) for number, group in enumerate(groups)]
+    problems = [text for text in found if text]
+    if mesh.world.any(bool(problems)):
+        raise UsageError(problems[0] if problems else "a parameter group of another rank does not fit: see its error")
+
+
+def _misfit(
+    number: int, group: tuple[dict[str, Any], list[Named]], optimizer_class: type[torch.optim.Optimizer]
+) -> str:
+    """Return what is wrong with one parameter group; an empty string for nothing."""
+    options, members = group
+    kind, shard = options.get("optimizer", optimizer_class), options.get("shard", "flat")
+    if not _is_optimizer(kind):
+        return f"group {number}: optimizer={kind!r}: give a torch optimizer's class, and its options beside it"
+    if shard not in _SHARDS:
+        hint = did_you_mean(str(shard), _SHARDS)
+        return f"group {number}: shard={shard!r}{hint}: 'flat' cuts parameters anywhere, 'tensor' gives whole ones"
+    bases = {base.__name__ for base in kind.__mro__}
+    if bases & _NEVER:
+        return f"{kind.__name__} does not update each element by itself, so it cannot work on a shard"
+    if bases & _WHOLE and shard == "flat" and members:
+        return (
+            f"{kind.__name__} updates whole matrices, so it cannot work on a shard that is cut anywhere: give it a "
+            f"group in groups= with 'optimizer': {kind.__name__} and 'shard': 'tensor'"
+        )
+    flat = [(name, tuple(p.shape)) for name, p in members if p.dim() != 2]
+    if "Muon" in bases and flat:
+        return (
+            f"{kind.__name__} updates matrices, but {flat[0][0]!r} of group {number} has shape {flat[0][1]}: put it "
+            f"into a group of another class, such as 'optimizer': torch.optim.AdamW"
+        )
+    if kind is not optimizer_class:
+        try:
+            check_options(kind, options_of(options), own=(), whose=f"group {number}")
+        except UsageError as error:
+            return str(error)
+    return ""
+
+
+def _is_optimizer(kind: object) -> bool:
+    return isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
+
+
+def check_options(
+    optimizer_class: type[torch.optim.Optimizer],
+    given: Mapping[str, Any],
+    own: Sequence[str],
+    whose: str = "ZeroOptimizer",
+) -> None:
     """Refuse options that neither ZeroOptimizer (`own`) nor the class has. A class that takes any keyword judges them
-    itself.
+    itself. whose: of what gave them, for the message.
     """
     accepted = inspect.signature(optimizer_class).parameters
     if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in accepted.values()):
@@ -117,9 +175,10 @@ def check_options(optimizer_class: type[torch.optim.Optimizer], given: Mapping[s
     theirs = [name for name in accepted if name != "params"]
     for name in given:
         if name not in theirs:
+            ours = f"its own are {', '.join(own)}; " if own else ""
             raise UsageError(
-                f"ZeroOptimizer has no option {name!r}{did_you_mean(name, (*own, *theirs))}: its own are "
-                f"{', '.join(own)}; {optimizer_class.__name__}'s are {', '.join(theirs)}"
+                f"{whose} has no option {name!r}{did_you_mean(name, (*own, *theirs))}: {ours}"
+                f"{optimizer_class.__name__}'s are {', '.join(theirs)}"
             )
 
 
@@ -137,6 +196,7 @@ def check_same(
     shapes = [
         (
             sorted((key, value) for key, value in group.items() if isinstance(value, plain)),
+            group.get("optimizer", optimizer_class).__name__,
             [(name, tuple(p.shape), str(p.dtype)) for name, p in members],
         )
         for group, members in groups

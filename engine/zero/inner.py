@@ -1,45 +1,197 @@
-"""The user's optimizer over what one rank updates: runs of elements in flat memory, each of one parameter group."""
+"""The user's optimizers over what one rank updates: runs of elements in flat memory, each of one parameter group, and
+whole parameters.
+
+Each bucket has optimizers of its own, so that it can be stepped before another's gradients are there.
+"""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from engine.comm.communicator import Communicator
+from engine.placement import Placement
 from engine.zero.buckets import FlatBucket
-from engine.zero.groups import Named
+from engine.zero.groups import Named, options_of
+from engine.zero.matrices import BucketMatrices
 from engine.zero.plan import ParameterInfo
 
 _PIECE = 1 << 17  # elements that an optimizer which passes over memory several times updates at once: cache size
 
 
-def make_inner(
+@dataclass(frozen=True, eq=False)
+class Kind:
+    """One optimizer class with its options, and the parameter groups that it updates."""
+
+    optimizer_class: type[torch.optim.Optimizer]
+    groups: tuple[int, ...]
+    options: tuple[dict[str, Any], ...]
+    """Of every group."""
+    kwargs: dict[str, Any]
+    """Of the class."""
+    chosen: bool
+    """Whether how many tensors are updated at once (torch's `foreach`) was left to us."""
+
+    def make(self, members: Mapping[int, Sequence[Tensor]]) -> torch.optim.Optimizer:
+        """Return an optimizer over `members`, by group; a group without any is there all the same."""
+        pairs = zip(self.groups, self.options, strict=True)
+        groups = [{**options, "params": list(members.get(group, ()))} for group, options in pairs]
+        return self.optimizer_class(groups, **self.kwargs)
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """What one optimizer updates as one tensor: a run of bucket elements, or a whole parameter."""
+
+    tensor: Tensor
+    group: int
+    start: int
+    """First element in the bucket."""
+    stop: int
+    """Behind the last; of a whole parameter that is cut over the tensor axis, of what this rank holds."""
+    optimizer: torch.optim.Optimizer
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """What the optimizer keeps for it; empty before the first step."""
+        state: dict[str, Any] = self.optimizer.state.get(self.tensor, {})
+        return state
+
+
+class Inner:
+    """The optimizers of all buckets on one rank."""
+
+    def __init__(
+        self,
+        optimizer_class: type[torch.optim.Optimizer],
+        placed: Sequence[tuple[dict[str, Any], list[Named]]],
+        kwargs: Mapping[str, Any],
+        buckets: Sequence[FlatBucket],
+        infos: Sequence[ParameterInfo],
+        placements: Mapping[str, Placement],
+        tensor: Communicator,
+    ) -> None:
+        """placed: the parameter groups, whose options each of their elements keeps. kwargs: of `optimizer_class`, which
+        updates the groups that name no other. infos: of the parameters, indexed by the buckets' plans. tensor: the
+        axis that the placements speak of.
+        """
+        self._kinds = _kinds(optimizer_class, placed, kwargs)
+        templates = [(kind, kind.make({})) for kind in self._kinds]
+        by_group = {
+            group: options
+            for kind, template in templates
+            for group, options in zip(kind.groups, template.param_groups, strict=True)
+        }
+        self.param_groups: list[dict[str, Any]] = [by_group[group] for group in range(len(placed))]
+        """The options of every group, the class's defaults among them; without parameters."""
+        self.defaults: dict[str, Any] = templates[0][1].defaults
+        """Of the first group's class."""
+        self.matrices: list[BucketMatrices | None] = []
+        """Of every bucket; None where it holds runs of elements."""
+        self.pieces: list[list[Piece]] = []
+        """Of every bucket."""
+        self._optimizers: list[list[tuple[Kind, torch.optim.Optimizer]]] = []
+        loads = [0.0] * tensor.size
+        for bucket in buckets:
+            whole = infos[bucket.plan.slices[0].index].work is not None
+            matrices = BucketMatrices(bucket, infos, placements, tensor, loads) if whole else None
+            self.matrices.append(matrices)
+            self._add(self._runs(bucket, infos) if matrices is None else _wholes(matrices, infos))
+
+    @property
+    def state(self) -> dict[Tensor, dict[str, Any]]:
+        """What the optimizers keep, by the tensor that they update."""
+        return {piece.tensor: piece.state for pieces in self.pieces for piece in pieces}
+
+    def set_options(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Take the options of every parameter group, which a scheduler or the user may have changed."""
+        for optimizers in self._optimizers:
+            for kind, optimizer in optimizers:
+                for group, inner in zip(kind.groups, optimizer.param_groups, strict=True):
+                    inner.update(options_of(groups[group]))
+
+    def step(self, bucket: int) -> None:
+        """Update what this rank updates of one bucket. Every rank of the tensor axis must call it, for the buckets in
+        one order.
+        """
+        matrices = self.matrices[bucket]
+        if matrices is not None:
+            matrices.collect()
+        for _, optimizer in self._optimizers[bucket]:
+            optimizer.step()
+        if matrices is not None:
+            matrices.hand_back()
+
+    def _add(self, parts: Iterable[tuple[Tensor, int, int, int]]) -> None:
+        """Make the optimizers of one bucket. parts: (tensor with its gradient, group, start, stop)."""
+        members: dict[int, list[tuple[Tensor, int, int, int]]] = {}
+        for part in parts:
+            members.setdefault(part[1], []).append(part)
+        pieces, optimizers = [], []
+        for kind in self._kinds:
+            own = {group: members[group] for group in kind.groups if group in members}
+            if own:
+                optimizer = kind.make({group: [part[0] for part in held] for group, held in own.items()})
+                optimizers.append((kind, optimizer))
+                pieces += [Piece(*part, optimizer) for held in own.values() for part in held]
+        self._optimizers.append(optimizers)
+        self.pieces.append(pieces)
+
+    def _runs(self, bucket: FlatBucket, infos: Sequence[ParameterInfo]) -> Iterable[tuple[Tensor, int, int, int]]:
+        """Yield the runs of elements of one group each, in pieces where the optimizer passes over them repeatedly."""
+        pieced = {group for kind in self._kinds if kind.chosen for group in kind.groups}
+        for run in bucket.plan.ranges(*bucket.updated, key=lambda index: infos[index].group):
+            assert isinstance(run.key, int)
+            short = run.key in pieced and bucket.flat.device.type == "cpu"
+            longest = _PIECE if short else run.stop - run.start
+            for start in range(run.start, run.stop, longest):
+                stop = min(run.stop, start + longest)
+                part = bucket.trained(start, stop)
+                part.grad = bucket.gradient(start, stop)
+                yield part, run.key, start, stop
+
+
+def _wholes(matrices: BucketMatrices, infos: Sequence[ParameterInfo]) -> Iterable[tuple[Tensor, int, int, int]]:
+    """Yield the whole parameters that this rank steps."""
+    for each in matrices.all:
+        if each.whole is not None:
+            yield each.whole, infos[each.index].group, each.start, each.start + each.value.numel()
+
+
+def _kinds(
     optimizer_class: type[torch.optim.Optimizer],
     placed: Sequence[tuple[dict[str, Any], list[Named]]],
     kwargs: Mapping[str, Any],
-    buckets: Sequence[FlatBucket],
-    infos: Sequence[ParameterInfo],
-) -> torch.optim.Optimizer:
-    """Build the optimizer over the elements of all buckets that this rank updates. placed: the parameter groups, whose
-    options each run of elements keeps. infos: of the parameters, indexed by the buckets' plans.
+) -> list[Kind]:
+    """Return who updates which groups, the first group's first: a group that names another class has an optimizer by
+    itself, whose options are the group's.
     """
-    members: list[list[Tensor]] = [[] for _ in placed]
-    accepted = inspect.signature(optimizer_class).parameters
-    longest = None
-    if "foreach" in accepted and not {"foreach", "fused"} & kwargs.keys():
-        # The runs are few and long. torch's own choice would also wake an NPU from a CPU run.
-        kwargs = {**kwargs, "foreach": False}
-        longest = _PIECE if buckets and buckets[0].flat.device.type == "cpu" else None
-    for bucket in buckets:
-        for run in bucket.plan.ranges(*bucket.updated, key=lambda index: infos[index].group):
-            assert isinstance(run.key, int)
-            for start in range(run.start, run.stop, longest or run.stop):
-                stop = min(run.stop, start + longest) if longest else run.stop
-                part = bucket.flat[start:stop].detach()
-                part.grad = bucket.gradient(start, stop)
-                members[run.key].append(part)
-    groups = [{**options, "params": parts} for (options, _), parts in zip(placed, members, strict=True)]
-    return optimizer_class(groups, **kwargs)
+    named = [
+        group
+        for group, (options, _) in enumerate(placed)
+        if options.get("optimizer", optimizer_class) is not optimizer_class
+    ]
+    rest = [group for group in range(len(placed)) if group not in named]
+    kinds = []
+    if rest:
+        chosen = _chooses(optimizer_class, kwargs)
+        options = tuple(options_of(placed[group][0]) for group in rest)
+        ours = {**kwargs, "foreach": False} if chosen else dict(kwargs)
+        kinds.append(Kind(optimizer_class, tuple(rest), options, ours, chosen))
+    for group in named:
+        kind, own = placed[group][0]["optimizer"], options_of(placed[group][0])
+        chosen = _chooses(kind, own)
+        kinds.append(Kind(kind, (group,), ({},), {**own, "foreach": False} if chosen else own, chosen))
+    return sorted(kinds, key=lambda kind: kind.groups)
+
+
+def _chooses(optimizer_class: type[torch.optim.Optimizer], given: Mapping[str, Any]) -> bool:
+    """Whether the class can update many tensors at once, and nobody said whether it should. The runs are few and long,
+    so it should not; torch's own choice would also wake an NPU from a CPU run.
+    """
+    return "foreach" in inspect.signature(optimizer_class).parameters and not {"foreach", "fused"} & given.keys()

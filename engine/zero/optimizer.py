@@ -23,8 +23,10 @@ from engine.errors import UsageError
 from engine.placement import Tied, placements_of, ties_of
 from engine.weight_gradients import Sink
 from engine.zero.buckets import FlatBucket
-from engine.zero.groups import Named, agreed_groups, check_replicas, check_shards, options_of
-from engine.zero.inner import make_inner
+from engine.zero.consolidate import consolidated
+from engine.zero.groups import Named, agreed_groups, check_replicas, check_shards, keeps_whole, options_of
+from engine.zero.inner import Inner
+from engine.zero.matrices import matrix_work
 from engine.zero.norm import clip_factor, global_norm
 from engine.zero.plan import ParameterInfo, plan_buckets
 from engine.zero.sharing import SharedParameters
@@ -60,8 +62,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         0's.
 
         groups: torch's parameter groups, `params` a list of (name, parameter); together every parameter that requires
-        a gradient. None: all in one. stage: 0, 1 or 2, see above. bucket_mib: MiB of gradients that are reduced
-        together. optimizer_kwargs: of `optimizer_class`, whose update must be elementwise.
+        a gradient. None: all in one. Beside its options a group may say `optimizer`, another class for it, and `shard`:
+        "flat" cuts its parameters wherever a rank's shard ends, "tensor" gives each whole to one rank, at its full
+        shape, for an update that is not elementwise (torch.optim.Muon). stage: 0, 1 or 2, see above. bucket_mib: MiB of
+        gradients that are reduced together. optimizer_kwargs: of `optimizer_class`.
 
         share_parameters: all data ranks hold one copy of the trained parameters in common, so nothing is gathered and
         they take memory once. For stage 2, where the data ranks share memory (CPU ranks of one host, transport `shm`).
@@ -85,22 +89,25 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._ties = _own_ties(model, self._named)
         _broadcast(model, self._placements, self._ties, mesh)
         self._infos = [
-            ParameterInfo(name, parameter.numel(), parameter.dtype, group, self._counted(name, parameter))
-            for group, (_, members) in enumerate(placed)
-            for name, parameter in members
+            ParameterInfo(name, p.numel(), p.dtype, group, self._counted(name, p), self._work(options, name, p))
+            for group, (options, members) in enumerate(placed)
+            for name, p in members
         ]
         parameters = [parameter for _, parameter in self._named]
         self._buckets = [
             FlatBucket(plan, parameters, mesh.data, mesh.device, stage=stage, share=shares)
             for plan in plan_buckets(self._infos, bucket_mib * _MIB, mesh.data.size)
         ]
-        self._inner = make_inner(optimizer_class, placed, optimizer_kwargs, self._buckets, self._infos)
+        self._inner = Inner(
+            optimizer_class, placed, optimizer_kwargs, self._buckets, self._infos, self._placements, mesh.tensor
+        )
         self._phase = "collecting"
         outer = [
             {**options_of(group), "params": [p for _, p in members]}
             for group, (_, members) in zip(self._inner.param_groups, placed, strict=True)
         ]
-        super().__init__(outer, self._inner.defaults)
+        super().__init__(outer, {})  # groups of another class must not get this one's defaults
+        self.defaults = self._inner.defaults
         self._ready = True
         self._shared = SharedParameters(mesh, self._named, self._buckets) if shares else None
 
@@ -153,11 +160,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
             raise UsageError("step takes no closure: gradients must be finished on every rank before it")
         if self._phase != "finished":
             raise UsageError("step() before finish_gradients(): the gradients are still each rank's own")
-        for ours, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
-            inner.update(options_of(ours))
+        self._inner.set_options(self.param_groups)
         if self._shared is not None:
             self._shared.meet_unchanged()
-        self._inner.step()
+        for number in range(len(self._buckets)):
+            self._inner.step(number)
         if self._stage > 0 and self._shared is None:
             _settle([bucket.start_gather() for bucket in self._buckets])
         torch.autograd.graph.increment_version([parameter for _, parameter in self._named])
@@ -191,11 +198,25 @@ class ZeroOptimizer(torch.optim.Optimizer):
             whole = bucket.whole_gradients()
             for parameter, each in bucket.parameters:
                 local[self._named[each.index][0]] = whole[each.start : each.stop].view(parameter.shape)
-        for tie, _ in self._ties:
-            if self._mesh.pipeline.rank != tie.stages[0]:
-                del local[tie.name]
-        order = [name for name, _ in self._model.named_parameters() if name in local]
+        copies = self._copies()
+        order = [name for name, _ in self._model.named_parameters() if name in local and name not in copies]
         return full_tensors({name: local[name] for name in order}, self._placements, self._mesh)
+
+    @torch.no_grad()
+    def consolidate(self, *, rank: int | None = None) -> dict[str, Any]:
+        """Return the full optimizer state by parameter name, as CPU copies, in the format that
+        torch.distributed.checkpoint.state_dict names: {"state": {name: {key: value}}, "param_groups": [{"params":
+        [name, ...], option: value}]}.
+
+        State of the parameter's shape is at full size; step counts and other single values are as they are. Names are
+        those of one nn.Sequential over all layers; a tied parameter appears once, under its first. In plain PyTorch
+        `set_optimizer_state_dict(model, optimizer, state)` takes it. Every rank of the mesh must call it; with `rank`,
+        only that global rank gets the dict, and the others an empty one. Raises UsageError on every rank for state that
+        is neither one value for each element nor a single one, in a group of `shard="flat"`.
+        """
+        groups = [options_of(group) for group in self.param_groups]
+        copies = self._copies()
+        return consolidated(self._inner, self._buckets, self._infos, groups, copies, self._placements, self._mesh, rank)
 
     @property
     def model(self) -> nn.Module:
@@ -245,7 +266,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """The state is in shards that fit this layout alone. Raises UsageError."""
         raise UsageError(
             "the optimizer's state is sharded over this layout and cannot be saved as one dict: "
-            "save the weights with engine.full_state_dict(model, mesh)"
+            "save the weights with engine.full_state_dict(model, mesh), the state with optimizer.consolidate()"
         )
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> NoReturn:  # noqa: ARG002 (torch's signature)
@@ -259,6 +280,16 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if any(tie.name == name and tie.stages[0] != self._mesh.pipeline.rank for tie, _ in self._ties):
             return ()
         return self._placements[name].counted(parameter.shape, self._mesh.tensor.rank, self._mesh.tensor.size)
+
+    def _copies(self) -> frozenset[str]:
+        """Return this stage's tied parameters that another stage owns."""
+        return frozenset(tie.name for tie, _ in self._ties if self._mesh.pipeline.rank != tie.stages[0])
+
+    def _work(self, options: Mapping[str, Any], name: str, parameter: Tensor) -> float | None:
+        """Return what updating the whole parameter costs, where it is not cut over the data axis."""
+        if not keeps_whole(options):
+            return None
+        return matrix_work(self._placements[name].full_shape(parameter.shape, self._mesh.tensor.size))
 
     def _check_parameters(self) -> None:
         displaced = [self._named[index][0] for bucket in self._buckets for index in bucket.displaced()]

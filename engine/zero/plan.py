@@ -1,8 +1,9 @@
 """Where every parameter slice lies: buckets of whole parameters, cut into one equal shard for each data rank. Pure.
 
 Parameters fill buckets in their order, a bucket for each dtype at a time; a bucket is closed before it would pass the
-size limit (a larger parameter has one of its own) and padded until it divides by the data axis. Equal inputs give
-equal plans on every rank.
+size limit (a larger parameter has one of its own) and padded until it divides by the data axis. Parameters that one
+data rank updates whole have buckets of their own: there a shard is some of the parameters and padding, and the ranks'
+work is balanced. Equal inputs give equal plans on every rank.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ class ParameterInfo:
     """The elements [start, stop) that this rank counts in the gradient norm: each is counted by exactly one tensor and
     pipeline position.
     """
+    work: float | None = None
+    """Of a parameter that one data rank updates whole: what that costs, in any unit. None: cut wherever it falls."""
 
 
 @dataclass(frozen=True)
@@ -64,8 +67,15 @@ class Bucket:
 
     @property
     def used(self) -> int:
-        """Elements without padding."""
+        """Elements without the padding at the end."""
         return self.slices[-1].stop
+
+    @property
+    def padding(self) -> tuple[tuple[int, int], ...]:
+        """The elements [start, stop) that are no parameter's, as runs: between slices, and at the end."""
+        starts = [*(each.start for each in self.slices), self.numel]
+        stops = [0, *(each.stop for each in self.slices)]
+        return tuple((stop, start) for stop, start in zip(stops, starts, strict=True) if stop < start)
 
     def bounds(self, rank: int) -> tuple[int, int]:
         """Return where data rank `rank`'s shard starts and stops."""
@@ -100,21 +110,68 @@ class Bucket:
 
 
 def plan_buckets(parameters: Sequence[ParameterInfo], bucket_bytes: float, shards: int) -> tuple[Bucket, ...]:
-    """Lay `parameters` out in buckets of at most `bucket_bytes` each, for `shards` data ranks."""
-    buckets: list[Bucket] = []
-    filling: dict[torch.dtype, list[Slice]] = {}
+    """Lay `parameters` out in buckets of at most `bucket_bytes` each, for `shards` data ranks.
 
-    def close(dtype: torch.dtype) -> None:
-        slices = filling.pop(dtype)
-        buckets.append(Bucket(dtype, tuple(slices), -(-slices[-1].stop // shards), shards))
+    A bucket of parameters with `work` is larger where it would have fewer of them than there are ranks: each rank's
+    segment is as long as the longest.
+    """
+    buckets: list[Bucket] = []
+    filling: dict[tuple[torch.dtype, bool], list[int]] = {}
+    sizes: dict[tuple[torch.dtype, bool], int] = {}
+    loads = [0.0] * shards
+
+    def close(dtype: torch.dtype, whole: bool) -> None:
+        indices = filling.pop((dtype, whole))
+        lay = _whole_parameters if whole else _cut_anywhere
+        buckets.append(lay(parameters, dtype, indices, loads))
 
     for index, parameter in enumerate(parameters):
-        slices = filling.get(parameter.dtype)
-        if slices and (slices[-1].stop + parameter.numel) * parameter.dtype.itemsize > bucket_bytes:
-            close(parameter.dtype)
-        slices = filling.setdefault(parameter.dtype, [])
-        start = slices[-1].stop if slices else 0
-        slices.append(Slice(index, start, start + parameter.numel))
-    for dtype in list(filling):
-        close(dtype)
+        key = (parameter.dtype, parameter.work is not None)
+        enough = len(filling.get(key, ())) >= (shards if parameter.work is not None else 1)
+        if enough and (sizes[key] + parameter.numel) * parameter.dtype.itemsize > bucket_bytes:
+            close(*key)
+        sizes[key] = parameter.numel + (sizes[key] if key in filling else 0)
+        filling.setdefault(key, []).append(index)
+    for key in list(filling):
+        close(*key)
     return tuple(buckets)
+
+
+def balanced(works: Sequence[float], loads: list[float]) -> list[int]:
+    """Return which rank does each piece of work: the longest first, each by the rank with least to do.
+
+    loads: what every rank has to do already; it is brought up to date. Afterwards two ranks differ by at most the
+    largest piece, where they did before.
+    """
+    ranks = [0] * len(works)
+    for index in sorted(range(len(works)), key=lambda index: (-works[index], index)):
+        ranks[index] = min(range(len(loads)), key=lambda rank: (loads[rank], rank))
+        loads[ranks[index]] += works[index]
+    return ranks
+
+
+def _cut_anywhere(
+    parameters: Sequence[ParameterInfo], dtype: torch.dtype, indices: Sequence[int], loads: Sequence[float]
+) -> Bucket:
+    """Return the bucket of parameters that lie one after another."""
+    slices = _in_a_row(parameters, indices, 0)
+    return Bucket(dtype, slices, -(-slices[-1].stop // len(loads)), len(loads))
+
+
+def _whole_parameters(
+    parameters: Sequence[ParameterInfo], dtype: torch.dtype, indices: Sequence[int], loads: list[float]
+) -> Bucket:
+    """Return the bucket of parameters of which each data rank's shard has some whole. loads: of all ranks so far."""
+    ranks = balanced([parameters[index].work or 0.0 for index in indices], loads)
+    of_rank = [[i for i, owner in zip(indices, ranks, strict=True) if owner == rank] for rank in range(len(loads))]
+    shard = max(sum(parameters[index].numel for index in own) for own in of_rank)
+    slices = [each for rank, own in enumerate(of_rank) for each in _in_a_row(parameters, own, rank * shard)]
+    return Bucket(dtype, tuple(slices), shard, len(loads))
+
+
+def _in_a_row(parameters: Sequence[ParameterInfo], indices: Sequence[int], start: int) -> tuple[Slice, ...]:
+    slices: list[Slice] = []
+    for index in indices:
+        slices.append(Slice(index, start, start + parameters[index].numel))
+        start = slices[-1].stop
+    return tuple(slices)

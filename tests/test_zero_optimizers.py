@@ -1,0 +1,142 @@
+"""Every elementwise optimizer of torch on flat shards, and torch's schedulers, equal plain PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import lr_scheduler as schedules
+
+import engine
+from engine import Layout
+from engine.zero import ZeroOptimizer
+from tests.test_zero import batch, groups_of, small_model
+from tests.world import World
+
+STEPS = 5
+
+OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "SGD": (torch.optim.SGD, {"lr": 0.05}),
+    "SGD momentum": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "dampening": 0.1}),
+    "SGD nesterov": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "nesterov": True}),
+    "SGD fused": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "fused": True}),
+    "Adam": (torch.optim.Adam, {"lr": 0.01}),
+    "Adam foreach": (torch.optim.Adam, {"lr": 0.01, "foreach": True}),
+    "Adam fused": (torch.optim.Adam, {"lr": 0.01, "fused": True}),
+    "AdamW amsgrad": (torch.optim.AdamW, {"lr": 0.01, "amsgrad": True}),
+    "AdamW fused": (torch.optim.AdamW, {"lr": 0.01, "fused": True}),
+    "NAdam": (torch.optim.NAdam, {"lr": 0.01, "decoupled_weight_decay": True}),
+    "RAdam": (torch.optim.RAdam, {"lr": 0.01}),
+    "Adagrad": (torch.optim.Adagrad, {"lr": 0.05, "lr_decay": 0.1}),
+    "Adagrad fused": (torch.optim.Adagrad, {"lr": 0.05, "fused": True}),
+    "Adadelta": (torch.optim.Adadelta, {"lr": 0.5}),
+    "Adamax": (torch.optim.Adamax, {"lr": 0.01}),
+    "RMSprop": (torch.optim.RMSprop, {"lr": 0.01, "centered": True, "momentum": 0.5}),
+    "Rprop": (torch.optim.Rprop, {"lr": 0.01}),
+    "ASGD": (torch.optim.ASGD, {"lr": 0.05, "t0": 2, "lambd": 0.01}),
+}
+WITHOUT_DECAY = ("Rprop",)
+
+
+def one_cycle(optimizer: torch.optim.Optimizer) -> schedules.LRScheduler:
+    return schedules.OneCycleLR(optimizer, max_lr=[0.1, 0.2], total_steps=STEPS + 1)  # cycles momentum or betas too
+
+
+def sequence(optimizer: torch.optim.Optimizer) -> schedules.LRScheduler:
+    parts = [schedules.LinearLR(optimizer, 0.1, 1.0, 2), schedules.ExponentialLR(optimizer, 0.7)]
+    return schedules.SequentialLR(optimizer, parts, milestones=[2])
+
+
+SCHEDULES: dict[str, tuple[str, Callable[[torch.optim.Optimizer], Any]]] = {
+    "LambdaLR": ("SGD momentum", lambda o: schedules.LambdaLR(o, [lambda n: 0.5**n, lambda n: 1 / (n + 1)])),
+    "CosineAnnealingLR": ("Adam", lambda o: schedules.CosineAnnealingLR(o, T_max=STEPS)),
+    "OneCycleLR of momentum": ("SGD momentum", one_cycle),
+    "OneCycleLR of betas": ("AdamW amsgrad", one_cycle),
+    "ReduceLROnPlateau": ("SGD momentum", lambda o: schedules.ReduceLROnPlateau(o, factor=0.3, patience=0)),
+    "SequentialLR": ("AdamW fused", sequence),
+    "CyclicLR": ("SGD momentum", lambda o: schedules.CyclicLR(o, 0.01, 0.1, step_size_up=2)),
+    "CosineAnnealingWarmRestarts": ("RMSprop", lambda o: schedules.CosineAnnealingWarmRestarts(o, T_0=2)),
+}
+
+
+def advance(scheduler: Any, step: int) -> None:
+    if isinstance(scheduler, schedules.ReduceLROnPlateau):
+        scheduler.step((1.0, 0.5, 0.7, 0.4, 0.8)[step])
+    elif scheduler is not None:
+        scheduler.step()
+
+
+def rates(optimizer: torch.optim.Optimizer) -> list[Any]:
+    return [(group["lr"], group.get("momentum"), group.get("betas")) for group in optimizer.param_groups]
+
+
+def chosen(model: nn.Module, case: str, named: bool) -> list[dict[str, Any]]:
+    """Groups that change inside a bucket, and inside a shard; a weight decay where the class has one."""
+    groups = groups_of(model, named)
+    return [{k: v for k, v in g.items() if k != "weight_decay" or case not in WITHOUT_DECAY} for g in groups]
+
+
+def train_plain(case: str, schedule: str | None) -> tuple[list[Any], dict[str, Tensor]]:
+    model, (kind, options) = small_model(), OPTIMIZERS[case]
+    optimizer = kind(chosen(model, case, named=False), **options)
+    scheduler = SCHEDULES[schedule][1](optimizer) if schedule else None
+    seen = []
+    for step in range(STEPS):
+        inputs, targets = batch(step)
+        optimizer.zero_grad()
+        (model(inputs) - targets).square().mean().backward()
+        optimizer.step()
+        advance(scheduler, step)
+        seen.append(rates(optimizer))
+    return seen, dict(model.state_dict())
+
+
+def train_all(mesh: engine.Mesh, cases: list[tuple[str, str | None]], options: dict[str, Any]) -> list[Any]:
+    results = []
+    for case, schedule in cases:
+        model, (kind, own) = small_model(), OPTIMIZERS[case]
+        optimizer = ZeroOptimizer(model, kind, mesh, groups=chosen(model, case, named=True), **options, **own)
+        scheduler = SCHEDULES[schedule][1](optimizer) if schedule else None
+        seen = []
+        for step in range(STEPS):
+            inputs, targets = (x.tensor_split(mesh.data.size)[mesh.data.rank] for x in batch(step))
+            optimizer.zero_grad()
+            (model(inputs) - targets).square().sum().backward()
+            optimizer.finish_gradients(12 * 3)
+            optimizer.step()
+            advance(scheduler, step)
+            seen.append(rates(optimizer))
+        results.append((seen, dict(model.state_dict())))
+    return results
+
+
+def compare(world: World, cases: list[tuple[str, str | None]], **options: Any) -> None:
+    wanted = [train_plain(case, schedule) for case, schedule in cases]
+    for of_rank in world.run(Layout(data=2), train_all, cases, options):
+        for case, (rates_wanted, weights), (seen, found) in zip(cases, wanted, of_rank, strict=True):
+            assert seen == rates_wanted, case
+            for name, value in weights.items():
+                torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-12, msg=f"{case}: {name}")
+
+
+@pytest.mark.parametrize("options", [{"stage": 2}, {"stage": 1, "bucket_mib": 1e-4}], ids=str)
+def test_every_elementwise_optimizer_of_torch_equals_plain_training(world: World, options: dict[str, Any]) -> None:
+    compare(world, [(case, None) for case in OPTIMIZERS], **options)
+
+
+def test_torchs_schedulers_work_unchanged(world: World) -> None:
+    compare(world, [(case, schedule) for schedule, (case, _) in SCHEDULES.items()], stage=2)
+
+
+def test_none_of_torchs_optimizers_is_forgotten() -> None:
+    known = {kind for kind, _ in OPTIMIZERS.values()}
+    others = {"Optimizer", "LBFGS", "SparseAdam", "Muon", "Adafactor"}  # the base, refused, of whole matrices
+    every = {
+        kind
+        for name, kind in vars(torch.optim).items()
+        if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and name not in others
+    }
+    assert every == known
