@@ -11,7 +11,7 @@ way, within the input gradient. Method: Zero Bubble Pipeline Parallelism, arXiv:
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function_unary
 
 from engine.errors import UsageError
@@ -72,28 +72,30 @@ class _Waiting:
 class WeightGradients:
     """Takes the weight gradients of one model's training steps. Nothing is sent."""
 
-    def __init__(self, sinks: Mapping[int, Sink]) -> None:
-        """sinks: by `id(parameter)`, for the life of the parameters. Of one without, `.grad` is added to."""
-        self._sinks = sinks
+    def __init__(self, sinks: Mapping[int, Sink], least: int = 0) -> None:
+        """sinks: by `id(parameter)`, for the life of the parameters. Of one without, `.grad` is added to. least: leave
+        the gradients of weights with fewer elements to autograd.
+        """
+        self._sinks, self._least = sinks, least
         self._waiting: dict[Hashable, list[_Waiting]] = defaultdict(list)
         self._takes = False  # whether a backward that runs now hands over
         self._key: Hashable = None
 
     def catching(self) -> TorchFunctionMode:
-        """Return the context in which products with parameters are caught: for each forward and each backward, which
-        may run a part of the forward again.
-        """
+        """Return the context in which products with parameters are caught: for a forward whose backward is run here."""
         return _Catching(self)
 
-    @contextmanager
-    def taking(self, key: Hashable = None) -> Iterator[None]:
-        """For a backward, through what was caught in the forward: sum weight gradients where they belong as they come
-        up, or with a `key` keep them until `compute(key)`. Elsewhere they are autograd's.
+    def backward(self, roots: Sequence[GradientEdge], gradients: Sequence[Tensor] | None, key: Hashable = None) -> None:
+        """Run the backward from `roots`, whose forward was caught, as torch.autograd.backward does: sum the weight
+        gradients where they belong as they come up, or with a `key` keep them until `compute(key)`.
         """
+        # Roots are no tensors: torch leaves the mode while it handles a backward of tensors, but forwards that are run
+        # again inside must be caught as the first ones were.
         before = self._takes, self._key
         self._takes, self._key = True, key
         try:
-            yield
+            with self.catching():
+                torch.autograd.backward(roots, gradients)
         finally:
             self._takes, self._key = before
 
@@ -139,6 +141,8 @@ class WeightGradients:
     def _is_plain(self, parameter: nn.Parameter) -> bool:
         """Whether a sink can do all that autograd would."""
         if parameter.dim() != 2 or not parameter.is_floating_point() or parameter.layout is not torch.strided:
+            return False
+        if parameter.numel() < self._least:
             return False
         sink = self._sinks.get(id(parameter))
         own = None if sink is None else sink.hook
@@ -196,8 +200,7 @@ class _Catching(TorchFunctionMode):
             found = self.owner.parameter_of(args[0])
             return partial(self.owner.hand_over, *found) if found else _product
         elif func is torch.autograd.backward and options.get("inputs") is None:
-            # torch leaves a mode while it handles such a call, but recomputed forwards inside must see it as the first
-            # ones did. An edge of the graph is no tensor, so this is not handled again.
+            # Within another backward: see `WeightGradients.backward`.
             edges = [get_gradient_edge(each) if isinstance(each, Tensor) else each for each in args[0]]
             with self:
                 return func(edges, **options)
@@ -248,9 +251,10 @@ class _Linear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         grad = grads[0]
         *_, needs_x, needs_bias = ctx.needs_input_grad
-        of_x = (_rows(grad) @ (weight.t() if ctx.transposed else weight)).view(x.shape) if needs_x else None
-        of_bias = _rows(grad).sum(0) if needs_bias else None
-        return None, ctx.hand_over(grad, x), None, of_x, of_bias
+        with torch._C.DisableTorchFunction():  # nothing to catch: saves the time of looking
+            of_x = (_rows(grad) @ (weight.t() if ctx.transposed else weight)).view(x.shape) if needs_x else None
+            of_bias = _rows(grad).sum(0) if needs_bias else None
+            return None, ctx.hand_over(grad, x), None, of_x, of_bias
 
 
 _linear: Callable[..., Tensor] = _Linear.apply  # which torch leaves untyped

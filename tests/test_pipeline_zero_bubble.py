@@ -138,3 +138,34 @@ def test_a_step_after_one_that_failed_starts_clean(world: World) -> None:
     results = world.run(Layout(), watched, 3, False, True)
     check_step(results, 3)
     assert results[0][0] == [3, 3, 3]
+
+
+def large(mesh: engine.Mesh) -> Any:
+    torch.manual_seed(4)
+    model = nn.Sequential(nn.Linear(4, 512), nn.Tanh(), nn.Linear(512, 512), nn.Linear(512, 4)).double()
+    start = {name: value.clone() for name, value in model.state_dict().items()}
+    optimizer = engine.zero.ZeroOptimizer(model, torch.optim.SGD, mesh, lr=0.1)
+    step = engine.TrainStep(model, optimizer, squared, mesh, microbatches=3)
+    taken: list[int] = []
+    hand_over = WeightGradients.hand_over
+
+    def watch(self: WeightGradients, weight: nn.Parameter, *factors: Any) -> Tensor | None:
+        taken.append(weight.numel())
+        return hand_over(self, weight, *factors)
+
+    WeightGradients.hand_over = watch  # type: ignore[method-assign]
+    try:
+        step(*(x[mesh.data.rank * 6 :][:6] for x in rows(12)))
+    finally:
+        WeightGradients.hand_over = hand_over  # type: ignore[method-assign]
+    return taken, start, {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def test_whole_backwards_add_the_gradients_of_large_weights_in_place(world: World) -> None:
+    for taken, start, weights in world.run(Layout(data=2), large):
+        assert taken == [512 * 512] * 3
+        plain = nn.Sequential(nn.Linear(4, 512), nn.Tanh(), nn.Linear(512, 512), nn.Linear(512, 4)).double()
+        plain.load_state_dict(start)
+        (squared(plain(rows(12)[0]), rows(12)[1])[0] / 12).backward()
+        for name, parameter in plain.named_parameters():
+            torch.testing.assert_close(weights[name], parameter.detach() - 0.1 * parameter.grad, rtol=1e-11, atol=1e-12)

@@ -44,13 +44,9 @@ Key = tuple[int, int]
 class Executor:
     """Runs programs over one rank's stages. One for each model; remembers the shapes that were announced."""
 
-    def __init__(
-        self, module: nn.Module, comm: Communicator, device: torch.device, weight_gradients: WeightGradients
-    ) -> None:
-        """module: a PipelineModel, or with pipeline = 1 any. comm: the pipeline axis. weight_gradients: of the module's
-        parameters.
-        """
-        self.module, self.comm, self.device, self.weight_gradients = module, comm, device, weight_gradients
+    def __init__(self, module: nn.Module, comm: Communicator, device: torch.device) -> None:
+        """module: a PipelineModel, or with pipeline = 1 any. comm: the pipeline axis."""
+        self.module, self.comm, self.device = module, comm, device
         self.virtual, self.parts = Stages(1), dict[int, Callable[..., Any]]({0: module})
         if isinstance(module, PipelineModel):
             self.virtual, self.parts = module.virtual, module.parts()
@@ -62,9 +58,11 @@ class Executor:
         microbatches: Sequence[Microbatch],
         finish: LossTotal,
         around: Around = lambda _: nullcontext(),
+        weight_gradients: WeightGradients | None = None,
     ) -> None:
         """Execute `program`. `finish(output, i)`: called on the last stage with microbatch i's output; returns what
-        backward starts from. `around(action)`: a context for each forward and backward.
+        backward starts from. `around(action)`: a context for each forward and backward. `weight_gradients`: takes those
+        of the layers that it knows; a program that computes some apart needs it. None: all are autograd's.
 
         Every rank of the pipeline axis must run its program of one plan, over microbatches of equal shapes.
         Gradients are added to the parameters' own. Raises UsageError for an output that cannot cross a stage, and, on
@@ -74,7 +72,7 @@ class Executor:
         if self.device.type == "cpu":  # elsewhere this would wait for the device; with checks, whole rows are compared
             told = (len(microbatches), tuple(dict.fromkeys(each.signature for each in microbatches)))
             self.comm.check_equal("the batch that all pipeline ranks share, by its shapes and plain values,", told)
-        state = _Run(self, microbatches, finish)
+        state = _Run(self, microbatches, finish, weight_gradients)
         try:
             for instruction in program:
                 if isinstance(instruction, Exchange):
@@ -83,7 +81,8 @@ class Executor:
                 with around(instruction):
                     state.compute(instruction)
         finally:
-            self.weight_gradients.clear()  # of a program that failed
+            if weight_gradients is not None:
+                weight_gradients.clear()  # what waits where the program failed
 
     @property
     def ahead(self) -> bool:
@@ -121,8 +120,15 @@ class _Enter(torch.autograd.Function):
 class _Run:
     """The tensors of one run of a program. Of an output only its place in the graph is kept once it is sent."""
 
-    def __init__(self, executor: Executor, microbatches: Sequence[Microbatch], finish: LossTotal) -> None:
+    def __init__(
+        self,
+        executor: Executor,
+        microbatches: Sequence[Microbatch],
+        finish: LossTotal,
+        weight_gradients: WeightGradients | None,
+    ) -> None:
         self.executor, self.microbatches, self.finish = executor, microbatches, finish
+        self.weight_gradients = weight_gradients
         self.last = executor.virtual.count - 1
         self.arrived: dict[Key, tuple[Form, list[Tensor]]] = {}  # what a stage's forward takes
         self.inputs: dict[Key, list[Tensor]] = {}  # what of it requires a gradient: leaves of the stage's graph
@@ -139,18 +145,16 @@ class _Run:
         self.mode = (self.trains, autocast)  # what an output's form depends on besides its inputs
 
     def compute(self, action: Compute) -> None:
-        apart = self.executor.weight_gradients
         if action.kind == "weight_gradient":
-            apart.compute((action.stage, action.microbatch))
-        elif not torch.is_grad_enabled():
+            assert self.weight_gradients is not None
+            self.weight_gradients.compute((action.stage, action.microbatch))
+        elif action.kind != "forward":
+            self.backward(action)
+        elif self.weight_gradients is None:
             self.forward(action)
-        elif action.kind == "forward":
-            with apart.catching():
-                self.forward(action)
         else:
-            key = (action.stage, action.microbatch) if action.kind == "input_gradient" else None
-            with apart.catching(), apart.taking(key):
-                self.backward(action)
+            with self.weight_gradients.catching():
+                self.forward(action)
 
     def forward(self, action: Compute) -> None:
         stage, i, batch = action.stage, action.microbatch, self.microbatches[action.microbatch]
@@ -175,7 +179,9 @@ class _Run:
     def backward(self, action: Compute) -> None:
         key = (action.stage, action.microbatch)
         roots, gradients = self.roots.pop(key), self.gradients.pop(key, None)
-        if roots:
+        if roots and self.weight_gradients is not None:
+            self.weight_gradients.backward(roots, gradients, key if action.kind == "input_gradient" else None)
+        elif roots:
             torch.autograd.backward(roots, gradients)
         elif action.stage == self.last and self._is_trained(key):
             raise UsageError("the loss has no gradient, although parameters require one: it was detached on the way")
