@@ -62,6 +62,11 @@ class FlatBucket:
         self.zero_gradients()
 
     @property
+    def device(self) -> torch.device:
+        """Where it lies."""
+        return self.flat.device
+
+    @property
     def shard(self) -> Tensor:
         """This rank's part of the parameters, a view."""
         return self.flat[self.start : self.stop]

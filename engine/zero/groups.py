@@ -50,14 +50,17 @@ def agreed_groups(
         raise UsageError(f"stage={stage!r}: ZeRO stages are 0, 1 and 2")
     if not (isinstance(bucket_mib, int | float) and bucket_mib > 0):
         raise UsageError(f"bucket_mib={bucket_mib!r}: a bucket needs a size above 0 MiB")
-    if not isinstance(options["share_parameters"], bool):
-        raise UsageError(f"share_parameters={options['share_parameters']!r}: give True or False")
+    for name in ("share_parameters", "offload"):
+        if not isinstance(options[name], bool):
+            raise UsageError(f"{name}={options[name]!r}: give True or False")
     check_options(optimizer_class, kwargs, own=("groups", *options))
     placed = named_groups(model, groups)
     check_kinds(mesh, placed, optimizer_class)
     check_same(mesh, model, placed, optimizer_class, {**options, **kwargs})
     if options["share_parameters"]:
         check_sharing(mesh, stage)
+    if options["offload"]:
+        check_offload(mesh, stage, placed)
     check_ties(mesh, model, placed)
     return placed
 
@@ -220,6 +223,17 @@ def check_sharing(mesh: Mesh, stage: int) -> None:
         raise UsageError(
             f"share_parameters=True needs data ranks that share memory (CPU ranks of one host, transport='shm'), and "
             f"{here if apart else 'those of another rank do not'}: leave it out"
+        )
+
+
+def check_offload(mesh: Mesh, stage: int, groups: Sequence[tuple[dict[str, Any], list[Named]]]) -> None:
+    """Refuse states on the host where they are not a shard, or updates that talk with other ranks."""
+    if stage != 2:
+        raise UsageError(f"offload=True is for stage 2, not stage={stage}: leave it out, or take stage=2")
+    if mesh.tensor.size > 1 and any(keeps_whole(options) for options, _ in groups):
+        raise UsageError(
+            f"offload=True updates on the host, where whole parameters cannot be gathered over "
+            f"tensor({mesh.tensor.size}): leave it out, or use no group with 'shard': 'tensor'"
         )
 
 

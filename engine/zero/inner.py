@@ -19,6 +19,7 @@ from engine.placement import Placement
 from engine.zero.buckets import FlatBucket
 from engine.zero.groups import Named, options_of
 from engine.zero.matrices import BucketMatrices
+from engine.zero.offload import HostBucket, HostBuckets
 from engine.zero.plan import ParameterInfo
 
 _PIECE = 1 << 17  # elements that an optimizer which passes over memory several times updates at once: cache size
@@ -75,10 +76,11 @@ class Inner:
         infos: Sequence[ParameterInfo],
         placements: Mapping[str, Placement],
         tensor: Communicator,
+        host: HostBuckets | None = None,
     ) -> None:
         """placed: the parameter groups, whose options each of their elements keeps. kwargs: of `optimizer_class`, which
         updates the groups that name no other. infos: of the parameters, indexed by the buckets' plans. tensor: the
-        axis that the placements speak of.
+        axis that the placements speak of. host: where the optimizers work instead of in the buckets.
         """
         self._kinds = _kinds(optimizer_class, placed, kwargs)
         templates = [(kind, kind.make({})) for kind in self._kinds]
@@ -96,12 +98,14 @@ class Inner:
         self.pieces: list[list[Piece]] = []
         """Of every bucket."""
         self._optimizers: list[list[tuple[Kind, torch.optim.Optimizer]]] = []
+        self._host = host
         loads = [0.0] * tensor.size
-        for bucket in buckets:
+        for number, bucket in enumerate(buckets):
+            memory = bucket if host is None else host.buckets[number]
             whole = infos[bucket.plan.slices[0].index].work is not None
-            matrices = BucketMatrices(bucket, infos, placements, tensor, loads) if whole else None
+            matrices = BucketMatrices(bucket, memory, infos, placements, tensor, loads) if whole else None
             self.matrices.append(matrices)
-            self._add(self._runs(bucket, infos) if matrices is None else _wholes(matrices, infos))
+            self._add(self._runs(bucket, memory, infos) if matrices is None else _wholes(matrices, infos))
 
     @property
     def state(self) -> dict[Tensor, dict[str, Any]]:
@@ -120,12 +124,16 @@ class Inner:
         one order.
         """
         matrices = self.matrices[bucket]
+        if self._host is not None:
+            self._host.start(bucket)
         if matrices is not None:
             matrices.collect()
         for _, optimizer in self._optimizers[bucket]:
             optimizer.step()
         if matrices is not None:
             matrices.hand_back()
+        if self._host is not None:
+            self._host.end(bucket)
 
     def _add(self, parts: Iterable[tuple[Tensor, int, int, int]]) -> None:
         """Make the optimizers of one bucket. parts: (tensor with its gradient, group, start, stop)."""
@@ -142,17 +150,19 @@ class Inner:
         self._optimizers.append(optimizers)
         self.pieces.append(pieces)
 
-    def _runs(self, bucket: FlatBucket, infos: Sequence[ParameterInfo]) -> Iterable[tuple[Tensor, int, int, int]]:
+    def _runs(
+        self, bucket: FlatBucket, memory: FlatBucket | HostBucket, infos: Sequence[ParameterInfo]
+    ) -> Iterable[tuple[Tensor, int, int, int]]:
         """Yield the runs of elements of one group each, in pieces where the optimizer passes over them repeatedly."""
         pieced = {group for kind in self._kinds if kind.chosen for group in kind.groups}
         for run in bucket.plan.ranges(*bucket.updated, key=lambda index: infos[index].group):
             assert isinstance(run.key, int)
-            short = run.key in pieced and bucket.flat.device.type == "cpu"
+            short = run.key in pieced and memory.device.type == "cpu"
             longest = _PIECE if short else run.stop - run.start
             for start in range(run.start, run.stop, longest):
                 stop = min(run.stop, start + longest)
-                part = bucket.trained(start, stop)
-                part.grad = bucket.gradient(start, stop)
+                part = memory.trained(start, stop)
+                part.grad = memory.gradient(start, stop)
                 yield part, run.key, start, stop
 
 

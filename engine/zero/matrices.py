@@ -16,6 +16,7 @@ from torch import Tensor
 from engine.comm.communicator import Communicator
 from engine.placement import Placement
 from engine.zero.buckets import FlatBucket
+from engine.zero.offload import HostBucket
 from engine.zero.plan import ParameterInfo, balanced
 
 
@@ -42,9 +43,9 @@ class Matrix:
     owner: int
     """The tensor rank that steps it."""
     value: Tensor
-    """What this tensor rank holds, a view of the bucket."""
+    """What this tensor rank holds, a view of where the bucket is updated."""
     gradient: Tensor
-    """Its reduced gradient, a view of the bucket."""
+    """Its reduced gradient, a view as well."""
     whole: Tensor | None
     """On the owner the whole parameter, whose `.grad` is the whole gradient: for the optimizer."""
 
@@ -59,12 +60,14 @@ class BucketMatrices:
     def __init__(
         self,
         bucket: FlatBucket,
+        memory: FlatBucket | HostBucket,
         infos: Sequence[ParameterInfo],
         placements: Mapping[str, Placement],
         comm: Communicator,
         loads: list[float],
     ) -> None:
-        """infos: of the parameters, indexed by the bucket's plan. comm: the tensor axis, whose ranks must all make the
+        """memory: where the bucket is updated; of a HostBucket without tensor parallelism only. infos: of the
+        parameters, indexed by the bucket's plan. comm: the tensor axis, whose ranks must all make the
         same buckets. loads: what each tensor rank has to do for earlier buckets; brought up to date.
         """
         self._comm = comm
@@ -74,8 +77,8 @@ class BucketMatrices:
         self.all: list[Matrix] = []
         for (parameter, each), owner in zip(held, owners, strict=True):
             placement = placements[infos[each.index].name]
-            value = bucket.trained(each.start, each.stop).view(parameter.shape)
-            gradient = bucket.gradient(each.start, each.stop).view(parameter.shape)
+            value = memory.trained(each.start, each.stop).view(parameter.shape)
+            gradient = memory.gradient(each.start, each.stop).view(parameter.shape)
             whole = None
             if owner == comm.rank:
                 whole = value

@@ -27,6 +27,7 @@ from engine.zero.groups import Named, agreed_groups, check_replicas, check_shard
 from engine.zero.inner import Inner
 from engine.zero.matrices import matrix_work
 from engine.zero.norm import clip_factor, global_norm
+from engine.zero.offload import HostBuckets
 from engine.zero.plan import ParameterInfo, plan_buckets
 from engine.zero.sharing import SharedParameters
 from engine.zero.ties import share
@@ -52,6 +53,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         stage: int = 2,
         bucket_mib: float = 25,
         share_parameters: bool = False,
+        offload: bool = False,
         **optimizer_kwargs: Any,
     ) -> None:
         """Every rank of the mesh must call it, with models equal in names, shapes and order over the data and tensor
@@ -73,10 +75,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
         and so is memory that was moved (`model.share_memory()`, with torch's sharing strategy `file_system`). Copies
         (`copy.deepcopy`, for an average of weights) are each rank's own.
 
+        offload: optimizer states, and the values that are updated, lie in the host's memory, where the optimizer runs;
+        gradient shards come there and updated parameters go back, one bucket while another is updated. For stage 2.
+
         Raises UsageError on every rank for a model, groups or options that do not fit, or that differ between ranks,
         before anything is changed.
         """
-        options = {"stage": stage, "bucket_mib": bucket_mib, "share_parameters": share_parameters}
+        options = {"stage": stage, "bucket_mib": bucket_mib, "share_parameters": share_parameters, "offload": offload}
         placed = agreed_groups(model, optimizer_class, mesh, groups, options, optimizer_kwargs)
         self._mesh, self._model, self._stage = mesh, model, stage
         shares = share_parameters and mesh.data.size > 1
@@ -97,8 +102,16 @@ class ZeroOptimizer(torch.optim.Optimizer):
             FlatBucket(plan, parameters, mesh.data, mesh.device, stage=stage, share=shares)
             for plan in plan_buckets(self._infos, bucket_mib * _MIB, mesh.data.size)
         ]
+        self._host = HostBuckets(self._buckets, mesh.device) if offload else None
         self._inner = Inner(
-            optimizer_class, placed, optimizer_kwargs, self._buckets, self._infos, self._placements, mesh.tensor
+            optimizer_class,
+            placed,
+            optimizer_kwargs,
+            self._buckets,
+            self._infos,
+            self._placements,
+            mesh.tensor,
+            self._host,
         )
         self._phase = "collecting"
         outer = [
@@ -167,6 +180,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if self._stage > 0 and self._shared is None:
             _settle([bucket.start_gather() for bucket in self._buckets])
         torch.autograd.graph.increment_version([parameter for _, parameter in self._named])
+        if self._host is not None:
+            self._host.remember()
         self.parameters_written()
         self._phase = "stepped"
 
