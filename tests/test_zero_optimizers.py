@@ -12,6 +12,7 @@ from torch.optim import lr_scheduler as schedules
 
 import engine
 from engine import Layout
+from engine.device import CopyStream
 from engine.zero import ZeroOptimizer
 from tests.test_zero import batch, groups_of, small_model
 from tests.world import World, refusals
@@ -209,6 +210,55 @@ def test_copies_run_beside_the_update_of_another_bucket_and_written_values_are_t
         assert loaded == [6.0] * 7
         assert not inside, "updated where the model is"
         assert 0 < change < 1
+
+
+def test_on_an_accelerator_copies_have_a_stream_that_waits_for_the_devices_work(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[str] = []
+
+    class Stream:
+        def __init__(self, name: object) -> None:
+            self.name = "copies" if isinstance(name, torch.device) else name
+
+        def wait_stream(self, other: Any) -> None:
+            calls.append(f"{self.name} wait for {other.name}")
+
+        def wait_event(self, _: object) -> None:
+            calls.append(f"{self.name} waits for the copy")
+
+        def __enter__(self) -> None:
+            calls.append("begin")
+
+        def __exit__(self, *_: object) -> None:
+            calls.append("end")
+
+    class Event:
+        def record(self, stream: Stream) -> None:
+            calls.append(f"recorded on {stream.name}")
+
+        def synchronize(self) -> None:
+            calls.append("host waits for the copy")
+
+    class Target:
+        def copy_(self, _: object, non_blocking: bool = False) -> None:
+            calls.append(f"copy, non_blocking={non_blocking}")
+
+    parts = {"Stream": Stream, "Event": Event, "stream": lambda s: s, "current_stream": lambda _: Stream("computing")}
+    for name, value in parts.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    copied = CopyStream(torch.device("cuda", 0)).copy(Target(), torch.zeros(1))  # type: ignore[arg-type]
+    copied.wait_on_device()
+    copied.wait_on_host()
+    assert calls == [
+        "copies wait for computing",
+        "begin",
+        "copy, non_blocking=True",
+        "recorded on copies",
+        "end",
+        "computing waits for the copy",
+        "host waits for the copy",
+    ]
 
 
 def refused(mesh: engine.Mesh) -> list[str]:
