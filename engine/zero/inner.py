@@ -38,7 +38,7 @@ def make_inner(
             assert isinstance(run.key, int)
             for start in range(run.start, run.stop, longest or run.stop):
                 stop = min(run.stop, start + longest) if longest else run.stop
-                part = bucket.flat[start:stop].detach()
+                part = bucket.trained(start, stop)
                 part.grad = bucket.gradient(start, stop)
                 members[run.key].append(part)
     groups = [{**options, "params": parts} for (options, _), parts in zip(placed, members, strict=True)]

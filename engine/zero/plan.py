@@ -1,8 +1,8 @@
 """Where every parameter slice lies: buckets of whole parameters, cut into one equal shard for each data rank. Pure.
 
-Parameters fill buckets in their order, a bucket for each dtype at a time; a bucket is closed before it would pass the
-size limit (a larger parameter has one of its own) and padded until it divides by the data axis. Equal inputs give
-equal plans on every rank.
+Parameters fill buckets in their order, a bucket for each kind (dtype, virtual stage, `apart`) at a time; a bucket is
+closed before it would pass the size limit (a larger parameter has one of its own) and padded until it divides by the
+data axis. Equal inputs give equal plans on every rank.
 """
 
 from __future__ import annotations
@@ -26,6 +26,10 @@ class ParameterInfo:
     """The elements [start, stop) that this rank counts in the gradient norm: each is counted by exactly one tensor and
     pipeline position.
     """
+    stage: int = 0
+    """The virtual pipeline stage that has it: buckets are of one, whose gradients are ready together."""
+    apart: bool = False
+    """Whether its gradient is first summed over other axes, so that it is reduced once, after the last backward."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,10 @@ class Bucket:
     """Elements of each data rank's shard."""
     shards: int
     """Number of data ranks."""
+    stage: int = 0
+    """Of all its parameters."""
+    apart: bool = False
+    """Of all its parameters."""
 
     @property
     def numel(self) -> int:
@@ -102,19 +110,21 @@ class Bucket:
 def plan_buckets(parameters: Sequence[ParameterInfo], bucket_bytes: float, shards: int) -> tuple[Bucket, ...]:
     """Lay `parameters` out in buckets of at most `bucket_bytes` each, for `shards` data ranks."""
     buckets: list[Bucket] = []
-    filling: dict[torch.dtype, list[Slice]] = {}
+    filling: dict[tuple[torch.dtype, int, bool], list[Slice]] = {}
 
-    def close(dtype: torch.dtype) -> None:
-        slices = filling.pop(dtype)
-        buckets.append(Bucket(dtype, tuple(slices), -(-slices[-1].stop // shards), shards))
+    def close(kind: tuple[torch.dtype, int, bool]) -> None:
+        slices = filling.pop(kind)
+        dtype, stage, apart = kind
+        buckets.append(Bucket(dtype, tuple(slices), -(-slices[-1].stop // shards), shards, stage, apart))
 
     for index, parameter in enumerate(parameters):
-        slices = filling.get(parameter.dtype)
+        kind = (parameter.dtype, parameter.stage, parameter.apart)
+        slices = filling.get(kind)
         if slices and (slices[-1].stop + parameter.numel) * parameter.dtype.itemsize > bucket_bytes:
-            close(parameter.dtype)
-        slices = filling.setdefault(parameter.dtype, [])
+            close(kind)
+        slices = filling.setdefault(kind, [])
         start = slices[-1].stop if slices else 0
         slices.append(Slice(index, start, start + parameter.numel))
-    for dtype in list(filling):
-        close(dtype)
+    for kind in list(filling):
+        close(kind)
     return tuple(buckets)
