@@ -224,6 +224,11 @@ class StageModule(nn.Module):
 
     ties: tuple[Tied, ...] = ()
 
+    def stage_of(self, name: str) -> int:
+        """Return the virtual stage that has the parameter called `name`."""
+        del name
+        return 0
+
 
 def divide(total: int, parts: int, what: str) -> int:
     """Return total // parts. Raises LayoutError, naming `what`, when it does not divide."""
@@ -274,3 +279,8 @@ def placements_of(module: nn.Module) -> dict[str, Placement]:
 def ties_of(module: nn.Module) -> tuple[Tied, ...]:
     """Return the parameters of `module` that other pipeline stages hold too, in one order on every stage."""
     return module.ties if isinstance(module, StageModule) else ()
+
+
+def stage_of(module: nn.Module, name: str) -> int:
+    """Return the virtual pipeline stage that has the parameter of `module` called `name`."""
+    return module.stage_of(name) if isinstance(module, StageModule) else 0

@@ -32,6 +32,7 @@ from engine.zero import ZeroOptimizer
 Loss = Callable[[Any, Any], tuple[Tensor, Any]]
 _PLAIN = (bool, int, float, str, type(None))
 _RUN = ("1f1b", "gpipe", "interleaved")
+_MAKE_GRADIENTS = ("backward", "weight_gradient")  # kinds of computations whose end completes a microbatch's gradients
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,8 @@ class TrainStep:
         self.microbatches, self.clip_grad_norm = microbatches, clip_grad_norm
         self._executor = Executor(model, mesh.pipeline, mesh.device)
         self._training, named = self._planned(schedule)
+        computed = [each for each in self._training if isinstance(each, Compute) and each.kind in _MAKE_GRADIENTS]
+        self._last = set({each.stage: each for each in computed}.values())  # of each virtual stage here, in a step
         self._evaluations: dict[int, Program] = {}
         options = {"microbatches": microbatches, "schedule": named, "clip_grad_norm": clip_grad_norm}
         mesh.world.check_equal("TrainStep's options", options)
@@ -134,7 +137,7 @@ class TrainStep:
             return total
 
         with self._random_stream("step"), torch.enable_grad():
-            self._executor.run(self._training, batches, finish, self._place_streams(_rows(inputs, targets)))
+            self._executor.run(self._training, batches, finish, self._around(_rows(inputs, targets)))
         self.steps += 1
         loss, tokens = self._share(sums)
         divisor = torch.where(tokens == 0, torch.ones_like(tokens), tokens)
@@ -266,6 +269,21 @@ class TrainStep:
             stream_seed(purpose, self.mesh.seed, here.data, here.pipeline, self.steps), self.mesh.device
         ):
             yield
+
+    def _around(self, rows: int) -> Around:
+        """Return what a step does around each forward and backward, see `_place_streams` and `_last`."""
+        place = self._place_streams(rows)
+
+        @contextmanager
+        def around(action: Compute) -> Iterator[None]:
+            with ExitStack() as stack:
+                stack.enter_context(place(action))
+                if action.kind in _MAKE_GRADIENTS:
+                    last = action in self._last
+                    stack.enter_context(self.optimizer.microbatch(last=last, stage=action.stage))
+                yield
+
+        return around
 
     def _place_streams(self, rows: int) -> Around:
         """Return what tells the model's Streams, for each forward and backward, the step and which rows of the global

@@ -70,21 +70,21 @@ BUGS = (
     Bug(
         "tied copies counted on every stage",
         "engine/zero/optimizer.py",
-        "if any(tie.name == name and tie.stages[0] != self._mesh.pipeline.rank for tie, _ in self._ties):",
-        "if False:",
+        "counts = tie is None or tie.stages[0] == self._mesh.pipeline.rank",
+        "counts = True",
     ),
     Bug("clip factor without an upper bound", "engine/zero/norm.py", ".clamp(max=1.0)", "", ("tests/test_zero.py",)),
     Bug(
         "tied gradients not summed over the stages",
         "engine/zero/optimizer.py",
-        'share(tie, _gradient(parameter), self._mesh.pipeline, "sum")',
+        'share(tie, local[tie.name], self._mesh.pipeline, "sum")',
         "pass",
     ),
     Bug(
         "bucket order that differs between ranks",
-        "engine/zero/optimizer.py",
-        "_settle([bucket.start_reduction(None) for bucket in self._buckets])",
-        "_settle([b.start_reduction(None) for b in self._buckets[:: 1 if self._mesh.data.rank else -1]])",
+        "engine/zero/reducer.py",
+        "self._turns = list(reversed(range(len(buckets))))",
+        "self._turns = list(range(len(buckets)))[:: 1 if buckets and buckets[0].comm.rank else -1]",
     ),
     Bug(
         "shards gathered from the wrong place",
