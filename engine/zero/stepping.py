@@ -4,11 +4,13 @@ gradient.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+import weakref
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from engine.comm.work import Work
 from engine.zero.buckets import FlatBucket
@@ -65,6 +67,20 @@ class Stepper:
             if work is not None:
                 work.wait()
 
+    def wait_before_use(self, model: nn.Module, indices: Mapping[int, int]) -> None:
+        """Have each module of `model` with parameters of its own wait for them, and for those of the modules in it,
+        before it runs or gives its state dict. indices: of the parameters in the plans, by id.
+        """
+        numbers = {s.index: number for number, bucket in enumerate(self._buckets) for s in bucket.plan.slices}
+        this = weakref.ref(self)
+        for module in model.modules():
+            if not any(id(p) in indices for p in module.parameters(recurse=False)):
+                continue
+            needed = tuple(sorted({numbers[indices[id(p)]] for p in module.parameters() if id(p) in indices}))
+            wait = partial(_wait_for, this, needed)
+            for hook in (module.register_forward_pre_hook(wait), module.register_state_dict_pre_hook(wait)):
+                weakref.finalize(self, hook.remove).atexit = False
+
     # ---- inside ----------------------------------------------------------------------------------------------------
 
     def _write(self, number: int) -> None:
@@ -109,6 +125,13 @@ class Stepper:
                 }
             pieces.append(piece)
         return pieces
+
+
+def _wait_for(stepper: weakref.ref[Stepper], buckets: Sequence[int], *_: object) -> None:
+    """Run before a module. The module keeps this, which must not keep the buckets' memory."""
+    alive = stepper()
+    if alive is not None:
+        alive.wait(buckets)
 
 
 def _part(value: Any, of: Tensor, start: int, stop: int) -> Any:
