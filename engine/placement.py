@@ -224,6 +224,10 @@ class StageModule(nn.Module):
 
     ties: tuple[Tied, ...] = ()
 
+    def on_any_stage(self, flag: bool) -> bool:
+        """Return whether any pipeline rank says so. Every rank of the pipeline axis must call it."""
+        return flag
+
     def stage_of(self, name: str) -> int:
         """Return the virtual stage that has the parameter called `name`."""
         del name

@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ from engine.pipeline.executor import Around, Executor, Microbatch
 from engine.pipeline.schedule import Compute, Program, Schedule, forward_only, programs
 from engine.pipeline.schedules import SCHEDULES, schedule_named
 from engine.pipeline.verify import verify
+from engine.precision import LossScaler
 from engine.tensor_parallel.random import name_dropouts
 from engine.zero import ZeroOptimizer
 
@@ -45,6 +46,10 @@ class StepResult:
     """Global 2-norm of the divided gradients, before clipping."""
     tokens: Tensor
     """The global count: what the loss function counted, over all microbatches and data ranks."""
+    skipped: Tensor
+    """Whether no update was made, because the scaled gradients were not finite. bool."""
+    loss_scale: Tensor
+    """What the losses of this step were multiplied by before backward; 1 without loss scaling."""
 
 
 @dataclass(frozen=True)
@@ -72,12 +77,14 @@ class TrainStep:
         microbatches: int = 1,
         schedule: str | Schedule = "1f1b",
         clip_grad_norm: float | None = None,
+        loss_scale: float | Literal["dynamic"] | LossScaler | None = None,
     ) -> None:
         """model: a PipelineModel, or any module where pipeline = 1. loss(output, target): returns (sum, count), a 0-d
         sum over the rows it counts and how many those are (a number or 0-d tensor). microbatches: equal parts of this
         data rank's rows, run one by one. schedule: `1f1b`, `gpipe` or, for a model with chunks in a loop,
         `interleaved`; or a function (stages, microbatches) -> for each rank, its `Compute`s in order, see
-        `engine.pipeline.schedule`. clip_grad_norm: clip gradients to this global 2-norm.
+        `engine.pipeline.schedule`. clip_grad_norm: clip gradients to this global 2-norm. loss_scale: for fp16, see
+        LossScaler: a step whose gradient norm is not finite then updates nothing, on any rank. None does not look.
 
         Raises UsageError on every rank, before anything is sent, for options that cannot work or differ between the
         ranks, and for a schedule that cannot run, with the action at fault; LayoutError for a schedule that does not
@@ -103,7 +110,14 @@ class TrainStep:
         computed = [each for each in self._training if isinstance(each, Compute) and each.kind in _MAKE_GRADIENTS]
         self._last = set({each.stage: each for each in computed}.values())  # of each virtual stage here, in a step
         self._evaluations: dict[int, Program] = {}
-        options = {"microbatches": microbatches, "schedule": named, "clip_grad_norm": clip_grad_norm}
+        scaler = loss_scale if isinstance(loss_scale, LossScaler) or loss_scale is None else LossScaler(loss_scale)
+        self.scaler = scaler
+        options = {
+            "microbatches": microbatches,
+            "schedule": named,
+            "clip_grad_norm": clip_grad_norm,
+            "loss_scale": repr(scaler),
+        }
         mesh.world.check_equal("TrainStep's options", options)
         self.steps = 0
         dropouts = name_dropouts(model)
@@ -134,16 +148,22 @@ class TrainStep:
         def finish(output: Any, i: int) -> Tensor:
             total, count = self._call_loss(self.loss, output, batches[i].target)
             self._add(sums, total, count)
-            return total
+            return total if self.scaler is None else self.scaler.scale(total)
 
         with self._random_stream("step"), torch.enable_grad():
             self._executor.run(self._training, batches, finish, self._around(_rows(inputs, targets)))
         self.steps += 1
         loss, tokens = self._share(sums)
         divisor = torch.where(tokens == 0, torch.ones_like(tokens), tokens)
-        grad_norm = self.optimizer.finish_gradients(divisor, self.clip_grad_norm)
-        self.optimizer.step()
-        return StepResult(loss=loss, grad_norm=grad_norm, tokens=tokens)
+        scale = 1.0 if self.scaler is None else self.scaler.value
+        grad_norm = self.optimizer.finish_gradients(divisor * scale, self.clip_grad_norm)
+        skipped = self.scaler is not None and not self.scaler.accept(grad_norm)
+        if skipped:
+            self.optimizer.zero_grad()
+        else:
+            self.optimizer.step()
+        told = torch.tensor(skipped, device=self.mesh.device), torch.full_like(loss, scale)
+        return StepResult(loss, grad_norm, tokens, *told)
 
     def evaluate(self, inputs: Any, targets: Any, loss: Loss | None = None) -> Evaluation:
         """Return the loss over all data ranks' rows, without gradients, in eval mode; the mode and the generators are

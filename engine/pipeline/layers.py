@@ -126,6 +126,10 @@ class PipelineModel(StageModule):
             return {self.stage: self}
         return {stage: partial(self._run, self.stages[stage]) for stage in self.virtual.on(self.stage)}
 
+    def on_any_stage(self, flag: bool) -> bool:
+        """Return whether any pipeline rank says so. Every rank of the pipeline axis must call it."""
+        return self.mesh.pipeline.any(flag)
+
     def stage_of(self, name: str) -> int:
         """Return the virtual stage that has the parameter called `name`, as `named_parameters` calls it."""
         layer = int(name.partition(".")[0])

@@ -55,6 +55,14 @@ def agreed_groups(
         if not isinstance(options[name], bool):
             raise UsageError(f"{name}={options[name]!r}: give True or False")
     _check_accumulation(stage, options["accumulate"])
+    if options["gather"] not in ("step", "forward"):
+        raise UsageError(
+            f"gather={options['gather']!r}: choose 'step' (whole at the end of it) or 'forward' (whole where used)"
+        )
+    if options["gather"] == "forward" and (stage == 0 or options["share_parameters"]):
+        raise UsageError(
+            "gather='forward': at stage 0 and with share_parameters=True nothing is gathered: leave it out"
+        )
     _check_dtypes(model, options["wire_dtype"])
     check_options(optimizer_class, kwargs, own=("groups", *options))
     placed = named_groups(model, groups)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
@@ -19,11 +18,11 @@ from torch import Tensor, nn
 from engine.comm.full import full_tensors
 from engine.comm.mesh import Mesh
 from engine.errors import UsageError
-from engine.placement import Tied, placements_of, stage_of, ties_of
+from engine.placement import placements_of, stage_of
 from engine.precision import sum_dtype
 from engine.zero.buckets import FlatBucket
 from engine.zero.consolidate import consolidated
-from engine.zero.groups import Named, agreed_groups, check_replicas, check_shards, keeps_whole, options_of
+from engine.zero.groups import agreed_groups, check_replicas, check_shards, keeps_whole, options_of
 from engine.zero.inner import Inner
 from engine.zero.matrices import matrix_work
 from engine.zero.norm import clip_factor, global_norm
@@ -33,8 +32,8 @@ from engine.zero.pool import BufferPool
 from engine.zero.reducer import Reducer
 from engine.zero.sharing import SharedParameters
 from engine.zero.stepping import Stepper
-from engine.zero.ties import share, sum_partial
-from engine.zero.watch import EqualBuffers, WatchedParameters, talks_over
+from engine.zero.ties import own_ties, share, sum_partial
+from engine.zero.watch import EqualBuffers, WatchedParameters, make_equal, talks_over
 
 _MIB = 2**20
 
@@ -59,6 +58,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         bucket_mib: float = 25,
         accumulate: str | None = None,
         wire_dtype: torch.dtype | None = None,
+        gather: str = "step",
         broadcast_buffers: bool = True,
         share_parameters: bool = False,
         offload: bool = False,
@@ -82,8 +82,15 @@ class ZeroOptimizer(torch.optim.Optimizer):
         summed over other axes (tied over stages, each tensor rank's part) is kept whole in either.
 
         wire_dtype: torch.bfloat16 or torch.float16 rounds what gradients are on their way between data ranks, see
-        `Communicator.reduce_scatter`. broadcast_buffers: buffers that any rank's forward has written (BatchNorm's)
-        take data rank 0's values in `finish_gradients`, as in torch's DistributedDataParallel.
+        `Communicator.reduce_scatter`.
+
+        gather: when the parameters that other ranks updated are waited for, where started collectives pay: `step` at
+        the end of `step`; `forward` when a module that has them is next run, or its state dict read, so that they
+        travel meanwhile (from stage 1 on). What else reads parameters then, such as `copy.deepcopy` or a module that
+        uses another's, calls `wait_parameters` before.
+
+        broadcast_buffers: buffers that any rank's forward has written (BatchNorm's) take data rank 0's values in
+        `finish_gradients`, as in torch's DistributedDataParallel.
 
         share_parameters: all data ranks hold one copy of the trained parameters in common, so nothing is gathered and
         they take memory once. For stage 2, where the data ranks share memory (CPU ranks of one host, transport `shm`).
@@ -103,6 +110,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             "bucket_mib": bucket_mib,
             "accumulate": accumulate,
             "wire_dtype": wire_dtype,
+            "gather": gather,
             "broadcast_buffers": broadcast_buffers,
             "share_parameters": share_parameters,
             "offload": offload,
@@ -114,8 +122,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._placements = placements_of(model)
         if mesh.checks:
             check_shards(mesh, self._placements, self._named)
-        self._ties = _own_ties(model, self._named)
-        _broadcast(model, self._placements, self._ties, mesh)
+        self._ties = own_ties(model, self._named)
+        make_equal(model, self._placements, self._ties, mesh)
         self._infos = [
             self._info(name, parameter, group, keeps_whole(own))
             for group, (own, members) in enumerate(placed)
@@ -135,6 +143,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         memory = (self._buckets, self._infos, self._placements, mesh.tensor, self._host)
         self._inner = Inner(optimizer_class, placed, optimizer_kwargs, *memory)
         self._stepper = Stepper(self._inner, self._buckets, gathers=stage > 0 and not shares)
+        self._waits_in_step = gather == "step"
+        if not self._waits_in_step:
+            self._stepper.wait_before_use(model, {id(p): index for index, (_, p) in enumerate(self._named)})
         self._watched = WatchedParameters(model, self._named, self._buckets)
         self._equal = EqualBuffers(model, mesh.data) if broadcast_buffers else None
         self._phase = "collecting"
@@ -179,6 +190,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             raise UsageError(
                 f"max_norm={max_norm!r}: gradients are clipped to a norm above 0; None leaves them as they are"
             )
+        self._stepper.wait()
         self._watched.check()
         for bucket in self._buckets:
             bucket.adopt_gradients()
@@ -218,7 +230,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
             for bucket in self._buckets:
                 bucket.parameters_to_masters()
         self._stepper.step()
-        self._stepper.wait()
+        if self._waits_in_step:
+            self._stepper.wait()
         self._written()
         if self._host is not None:
             self._host.remember()
@@ -275,6 +288,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """The model whose parameters are updated."""
         return self._model
 
+    def wait_parameters(self) -> None:
+        """Wait until the parameters are whole after a step with gather="forward". Any rank may call it, at any time."""
+        self._stepper.wait()
+
     def parameters_replaced(self, model: nn.Module) -> None:
         """Take notice that `model`'s parameters were given new values, by `load_full_state_dict`.
 
@@ -288,6 +305,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 "loading between finish_gradients() and step() would apply old gradients to new weights: "
                 "step first, or drop them with optimizer.zero_grad()"
             )
+        self.wait_parameters()
 
     def writes(self, x: Tensor) -> bool:
         """Whether this rank fills `x`, of the model's state, when it is loaded: of shared parameters data rank 0 does
@@ -414,26 +432,3 @@ class ZeroOptimizer(torch.optim.Optimizer):
         for bucket in self._buckets:
             for start, stop in bucket.plan.counted(bucket.start, bucket.stop, self._infos):
                 yield bucket.gradient(start, stop)
-
-
-def _own_ties(model: nn.Module, named: Sequence[Named]) -> list[tuple[Tied, nn.Parameter]]:
-    """Return the trainable ties, under the names that this stage's parameters go by."""
-    names = {id(parameter): name for name, parameter in named}
-    found = [(tie, model.get_parameter(tie.name)) for tie in ties_of(model)]
-    return [(replace(tie, name=names[id(p)]), p) for tie, p in found if id(p) in names]
-
-
-@torch.no_grad()
-def _broadcast(
-    model: nn.Module, placements: Mapping[str, Any], ties: Sequence[tuple[Tied, nn.Parameter]], mesh: Mesh
-) -> None:
-    """Make all copies equal: tensor rank 0's of replicated parameters, the first stage's of tied ones, then data rank
-    0's of all.
-    """
-    for name, parameter in model.named_parameters():
-        if placements[name].dim is None:
-            mesh.tensor.broadcast(parameter, 0)
-    for tie, parameter in ties:
-        share(tie, parameter, mesh.pipeline, "copy")
-    for tensor in (*model.parameters(), *model.buffers()):
-        mesh.data.broadcast(tensor, 0)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+
+from torch import nn
 
 from engine.comm.work import Work
 from engine.zero.buckets import FlatBucket
@@ -35,9 +39,32 @@ class Stepper:
             if work is not None:
                 work.wait()
 
+    def wait_before_use(self, model: nn.Module, indices: Mapping[int, int]) -> None:
+        """Have each module of `model` with parameters of its own wait for them, and for those of the modules in it,
+        before it runs or gives its state dict. indices: of the parameters in the plans, by id.
+        """
+        numbers = {s.index: number for number, bucket in enumerate(self._buckets) for s in bucket.plan.slices}
+        this = weakref.ref(self)
+        for module in model.modules():
+            if not any(id(p) in indices for p in module.parameters(recurse=False)):
+                continue
+            needed = tuple(sorted({numbers[indices[id(p)]] for p in module.parameters() if id(p) in indices}))
+            wait = partial(_wait_for, this, needed)
+            for hook in (module.register_forward_pre_hook(wait), module.register_state_dict_pre_hook(wait)):
+                weakref.finalize(self, hook.remove).atexit = False
+
+    # ---- inside ----------------------------------------------------------------------------------------------------
+
     def _write(self, number: int) -> None:
         bucket = self._buckets[number]
         bucket.masters_to_parameters()
         work = bucket.start_gather() if self._gathers else None
         if work is not None:
             self._works[number] = work
+
+
+def _wait_for(stepper: weakref.ref[Stepper], buckets: Sequence[int], *_: object) -> None:
+    """Run before a module. The module keeps this, which must not keep the buckets' memory."""
+    alive = stepper()
+    if alive is not None:
+        alive.wait(buckets)

@@ -7,13 +7,22 @@ They are summed before they are reduced over the data axis: afterwards each stag
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from engine.comm.communicator import Communicator
-from engine.placement import Tied
+from engine.placement import Tied, ties_of
+from engine.zero.groups import Named
+
+
+def own_ties(model: nn.Module, named: Sequence[Named]) -> list[tuple[Tied, nn.Parameter]]:
+    """Return the trainable ties, under the names that this stage's parameters go by."""
+    names = {id(parameter): name for name, parameter in named}
+    found = [(tie, model.get_parameter(tie.name)) for tie in ties_of(model)]
+    return [(replace(tie, name=names[id(p)]), p) for tie, p in found if id(p) in names]
 
 
 def share(tie: Tied, x: Tensor, pipeline: Communicator, how: Literal["copy", "sum"]) -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from engine.comm.communicator import Communicator
+from engine.comm.mesh import Mesh
 from engine.errors import UsageError
+from engine.placement import Placement, Tied
 from engine.zero.buckets import FlatBucket
 from engine.zero.groups import Named
+from engine.zero.ties import share
 
 
 class WatchedParameters:
@@ -106,3 +109,19 @@ def talks_over(module: nn.Module, comm: Communicator) -> bool:
     return comm.size > 1 and any(
         isinstance(value, Communicator) and value.ranks == comm.ranks for value in vars(module).values()
     )
+
+
+@torch.no_grad()
+def make_equal(
+    model: nn.Module, placements: Mapping[str, Placement], ties: Sequence[tuple[Tied, nn.Parameter]], mesh: Mesh
+) -> None:
+    """Make all copies equal: tensor rank 0's of replicated parameters, the first stage's of tied ones, then data rank
+    0's of all.
+    """
+    for name, parameter in model.named_parameters():
+        if placements[name].dim is None:
+            mesh.tensor.broadcast(parameter, 0)
+    for tie, parameter in ties:
+        share(tie, parameter, mesh.pipeline, "copy")
+    for tensor in (*model.parameters(), *model.buffers()):
+        mesh.data.broadcast(tensor, 0)
