@@ -152,6 +152,41 @@ def test_states_on_the_host_change_no_update(world: World) -> None:
     compare(world, cases[:1], stage=2, offload=True)
 
 
+def with_masters(mesh: engine.Mesh) -> list[bool]:
+    """Train bf16 parameters, one group of them whole, with masters here and on the host; load in between."""
+    runs = []
+    for offload in (False, True):
+        model = small_model(torch.bfloat16)
+        named = list(model.named_parameters())
+        matrix = {"optimizer": torch.optim.Muon, "shard": "tensor", "lr": 0.01, "adjust_lr_fn": "match_rms_adamw"}
+        groups = [
+            {"params": [(n, p) for n, p in named if p.dim() < 2]},
+            {"params": [(n, p) for n, p in named if p.dim() == 2], **matrix},
+        ]
+        optimizer = ZeroOptimizer(
+            model, torch.optim.AdamW, mesh, groups=groups, lr=1e-4, offload=offload, bucket_mib=1e-4
+        )
+        for step in range(4):
+            inputs, targets = (x[mesh.data.rank :: mesh.data.size] for x in batch(step, dtype=torch.bfloat16))
+            (model(inputs) - targets).square().mean().backward()
+            optimizer.finish_gradients(mesh.data.size)
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 2:
+                state = {name: x * 0.5 for name, x in engine.full_state_dict(model, mesh).items()}
+                engine.load_full_state_dict(model, mesh, state, optimizer=optimizer)
+        runs.append([x.clone() for x in model.state_dict().values()])
+        runs[-1] += [x for values in optimizer.consolidate()["state"].values() for x in values.values()]
+        assert all(x.dtype is torch.float32 for x in optimizer._inner.state)
+    return [torch.equal(here, there) for here, there in zip(*runs, strict=True)]
+
+
+def test_masters_on_the_host_round_as_those_on_the_device_also_of_whole_matrices(world: World) -> None:
+    for equal in world.run(Layout(data=2), with_masters):
+        assert len(equal) == 6 + 4 * 3 + 2
+        assert all(equal)
+
+
 def offloaded(mesh: engine.Mesh) -> Any:
     """Three buckets: the order of copies and updates; values written between steps; a load; whole matrices."""
     order: list[str] = []
