@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark and return the exit code."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     options = parser().parse_args(arguments)
-    console = Console(highlight=False, width=max(Console().width, 110))
+    console = Console(highlight=False, width=max(Console().width, 130))
     try:
         if options.plot is not None and options.plot.suffix != ".png":
             raise UsageError(f"--plot {options.plot}: pictures are PNG, end the name in .png")
