@@ -64,8 +64,9 @@ class WatchedParameters:
 class EqualBuffers:
     """Buffers that forward writes, such as BatchNorm's: data rank 0's count, as in torch's DistributedDataParallel.
 
-    Only those that were written in place on some rank are sent. A buffer that is another tensor than at construction,
-    or of a module that itself communicates over the data axis, is left alone.
+    Sent are those of modules of which one was written in place on some rank: torch's own batch_norm does not count its
+    writes, but BatchNorm's count of batches is one. A buffer that is another tensor than at construction, or of a
+    module that itself communicates over the data axis, is left alone.
     """
 
     def __init__(self, model: nn.Module, comm: Communicator) -> None:
@@ -85,11 +86,10 @@ class EqualBuffers:
         self._versions = [buffer._version for _, _, buffer in self._buffers]
 
     def changed(self) -> list[bool]:
-        """Return of each buffer whether it was written in place since."""
-        return [
-            module._buffers.get(name) is buffer and buffer._version != version
-            for (module, name, buffer), version in zip(self._buffers, self._versions, strict=True)
-        ]
+        """Return of each buffer whether it, or another of its module, was written in place since."""
+        pairs = zip(self._buffers, self._versions, strict=True)
+        written = {id(module) for (module, _, buffer), version in pairs if buffer._version != version}
+        return [id(module) in written and module._buffers.get(name) is buffer for module, name, buffer in self._buffers]
 
     def copy_first(self, changed: Sequence[bool]) -> None:
         """Give all data ranks rank 0's values of the buffers that `changed` on some. All call it, with one list."""
