@@ -127,7 +127,7 @@ BUGS = (
     Bug(
         "unused parameters stepped",
         "engine/zero/optimizer.py",
-        "self._stepper.leave_out(unused)",
+        "self._inner.leave_out(unused)",
         "pass",
         ("tests/test_zero_edges.py",),
     ),
