@@ -168,6 +168,8 @@ class FlatBucket:
         if self.borrows:
             self._lent = self._pool.borrow(self.dtype, self.plan.numel)
         view = self._view(place)
+        if shows and parameter.grad is not None and parameter.grad is not view:
+            self._move(place, parameter, _dense(parameter.grad))  # made by hand
         filled = parameter.grad is view if shows else self._filled[place]
         with torch.no_grad():
             write(view, filled)
