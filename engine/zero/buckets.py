@@ -255,7 +255,7 @@ class FlatBucket:
 
     def show(self) -> None:
         """Make the sum the parameters' own gradients again, where every rank has all of it."""
-        if self._shows and self.stage == 0:
+        if self._shows and (self.stage == 0 or self.comm.size == 1):
             for place, (parameter, _) in enumerate(self.parameters):
                 parameter.grad = self._views[place]
 
