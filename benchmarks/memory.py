@@ -22,7 +22,7 @@ from rich.table import Table
 
 from benchmarks.job import JobError, run_job
 from benchmarks.machine import describe, summary
-from benchmarks.memory_kinds import OWNERS, TOLERANCE, formula
+from benchmarks.memory_kinds import BUCKET_MIB, OWNERS, TOLERANCE, formula
 from benchmarks.work import Work, parse_model
 from engine import Layout
 from engine.errors import EngineError, UsageError
@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark and return the exit code."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     options = parser().parse_args(arguments)
-    console = Console(highlight=False, width=max(Console().width, 110))
+    console = Console(highlight=False, width=max(Console().width, 130))
     try:
         if options.plot is not None and options.plot.suffix != ".png":
             raise UsageError(f"--plot {options.plot}: pictures are PNG, end the name in .png")
@@ -129,7 +129,7 @@ def row(kind: str, ranks: int, elements: int, every: list[dict[str, int]]) -> Ro
 
 def table(rows: Sequence[Row]) -> Table:
     """Return all rows, measured bytes with the formula's in brackets."""
-    shown = Table(title="Memory of one rank, MiB")
+    shown = Table(title=f"Memory of one rank, MiB; buckets of {BUCKET_MIB:g} MiB")
     for name in ("ranks", "", *OWNERS, "all", "states/formula"):
         shown.add_column(name, justify="left" if not name else "right", no_wrap=True)
     last = None
@@ -176,7 +176,7 @@ def plot(rows: Sequence[Row], path: Path) -> None:
     colours = dict(zip(OWNERS, ("tab:blue", "tab:orange", "tab:green", "tab:grey", "lightgrey"), strict=True))
     for panel, count in zip(panels, ranks, strict=True):
         own = [each for each in rows if each.ranks == count]
-        names = [each.kind.removeprefix("stage ") for each in own]
+        names = [each.kind.removeprefix("stage ").replace(", ", "\n") for each in own]
         bottom = [0.0] * len(own)
         for owner in OWNERS:
             heights = [each.measured[owner] / 2**20 for each in own]

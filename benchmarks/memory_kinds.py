@@ -14,8 +14,10 @@ KINDS: dict[str, dict[str, Any]] = {
     "stage 0": {"stage": 0},
     "stage 1": {"stage": 1},
     "stage 2": {"stage": 2},
+    "stage 2, full": {"stage": 2, "accumulate": "full"},
 }
-"""Options of ZeroOptimizer, by the name in the table."""
+"""Options of ZeroOptimizer, by the name in the table: stage 2 accumulates shards by itself."""
+BUCKET_MIB = 2.0  # of gradients; far below the model, as 25 MiB are of one that needs ZeRO
 VALUE, ADAM = 4, 8  # bytes of one element: of a parameter or gradient, and of Adam's two averages
 TOLERANCE = 0.03
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 import engine
-from benchmarks.memory_kinds import KINDS, OWNERS
+from benchmarks.memory_kinds import BUCKET_MIB, KINDS, OWNERS
 from benchmarks.peers.gpt import ADAMW, gpt
 from benchmarks.work import Work
 from benchmarks.worker import batches
@@ -46,7 +46,7 @@ def measure(work: Work, mesh: engine.Mesh, options: dict[str, Any]) -> dict[str,
     sizes = work.model
     shape = {name: getattr(sizes, name) for name in ("layers", "hidden", "heads", "sequence", "vocabulary")}
     model = engine.PipelineModel(gpt_layers(GPTConfig(**shape, tied=False), mesh.tensor), mesh)
-    optimizer = ZeroOptimizer(model, torch.optim.AdamW, mesh, **options, **ADAMW)
+    optimizer = ZeroOptimizer(model, torch.optim.AdamW, mesh, bucket_mib=BUCKET_MIB, **options, **ADAMW)
     train = engine.TrainStep(model, optimizer, next_token_loss(mesh.tensor), mesh, microbatches=work.microbatches)
     first = mesh.data.rank * work.rows
     every = [ids[first : first + work.rows] for ids in batches(work, work.warm_up + 2)]

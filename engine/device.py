@@ -192,6 +192,52 @@ def describe(device: torch.device) -> str:
     return next(named, platform.processor() or platform.machine())
 
 
+def host_empty(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return flat host memory for copies to and from `device`: pinned where that is an accelerator. Unfilled."""
+    return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=device.type != "cpu")
+
+
+class Copied:
+    """A copy between host and device that was started."""
+
+    def __init__(self, event: Any = None, device: torch.device | None = None) -> None:
+        """event: the accelerator's, recorded behind the copy; None for one that is done."""
+        self._event, self._device = event, device
+
+    def wait_on_host(self) -> None:
+        """Return once the copy is done."""
+        if self._event is not None:
+            self._event.synchronize()
+
+    def wait_on_device(self) -> None:
+        """Let what the device is given from now on begin after the copy; returns at once."""
+        if self._event is not None and self._device is not None:
+            _module(self._device.type).current_stream(self._device).wait_event(self._event)
+
+
+class CopyStream:
+    """Copies between host and device beside the device's other work, in their order; on a CPU they are made at once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream: Any = None if device.type == "cpu" else _module(device.type).Stream(device)
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> Copied:
+        """Start copying `source`, as the device's work queued so far leaves it, to `target`. Host memory must be pinned
+        (`host_empty`), and none of both may be freed or written before the copy is done.
+        """
+        if self._stream is None:
+            target.copy_(source)
+            return Copied()
+        module = _module(self._device.type)
+        self._stream.wait_stream(module.current_stream(self._device))
+        with module.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+            event = module.Event()
+            event.record(self._stream)
+        return Copied(event, self._device)
+
+
 def _module(kind: str) -> Any:
     """Return torch.cuda or torch.npu."""
     if kind == "npu":

@@ -224,6 +224,15 @@ class StageModule(nn.Module):
 
     ties: tuple[Tied, ...] = ()
 
+    def on_any_stage(self, flag: bool) -> bool:
+        """Return whether any pipeline rank says so. Every rank of the pipeline axis must call it."""
+        return flag
+
+    def stage_of(self, name: str) -> int:
+        """Return the virtual stage that has the parameter called `name`."""
+        del name
+        return 0
+
 
 def divide(total: int, parts: int, what: str) -> int:
     """Return total // parts. Raises LayoutError, naming `what`, when it does not divide."""
@@ -274,3 +283,8 @@ def placements_of(module: nn.Module) -> dict[str, Placement]:
 def ties_of(module: nn.Module) -> tuple[Tied, ...]:
     """Return the parameters of `module` that other pipeline stages hold too, in one order on every stage."""
     return module.ties if isinstance(module, StageModule) else ()
+
+
+def stage_of(module: nn.Module, name: str) -> int:
+    """Return the virtual pipeline stage that has the parameter of `module` called `name`."""
+    return module.stage_of(name) if isinstance(module, StageModule) else 0

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ from engine.pipeline.recording import Recording
 from engine.pipeline.schedule import Compute, Program, Schedule, forward_only, programs
 from engine.pipeline.schedules import schedule_named
 from engine.pipeline.verify import verify
+from engine.precision import LossScaler
 from engine.tensor_parallel.random import name_dropouts
 from engine.weight_gradients import WeightGradients
 from engine.zero import ZeroOptimizer
@@ -36,6 +37,7 @@ _PLAIN = (bool, int, float, str, type(None))
 _LARGE = 2**18
 """Elements of a weight from which adding each microbatch's gradient in place pays: a sum of its own, as autograd makes
 it, then takes longer than a function in Python (about 50 µs on a CPU)."""
+_MAKE_GRADIENTS = ("backward", "weight_gradient")  # kinds of computations whose end completes a microbatch's gradients
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,10 @@ class StepResult:
     """Global 2-norm of the divided gradients, before clipping."""
     tokens: Tensor
     """The global count: what the loss function counted, over all microbatches and data ranks."""
+    skipped: Tensor
+    """Whether no update was made, because the scaled gradients were not finite. bool."""
+    loss_scale: Tensor
+    """What the losses of this step were multiplied by before backward; 1 without loss scaling."""
 
 
 @dataclass(frozen=True)
@@ -75,12 +81,15 @@ class TrainStep:
         microbatches: int = 1,
         schedule: str | Schedule = "1f1b",
         clip_grad_norm: float | None = None,
+        loss_scale: float | Literal["dynamic"] | LossScaler | None = None,
     ) -> None:
         """model: a PipelineModel, or any module where pipeline = 1. loss(output, target): returns (sum, count), a 0-d
         sum over the rows it counts and how many those are (a number or 0-d tensor). microbatches: equal parts of this
         data rank's rows, run one by one. schedule: `1f1b`, `gpipe`, `zero_bubble`, for a model with chunks in a loop
         `interleaved`, for one with two in a V `zero_bubble_v`; or a function (stages, microbatches) -> for each rank,
         its `Compute`s in order, see `engine.pipeline.schedule`. clip_grad_norm: clip gradients to this global 2-norm.
+        loss_scale: for fp16, see LossScaler: a step whose gradient norm is not finite then updates nothing, on any
+        rank. None does not look.
 
         Raises UsageError on every rank, before anything is sent, for options that cannot work or differ between the
         ranks, and for a schedule that cannot run, with the action at fault; LayoutError for a schedule that does not
@@ -104,10 +113,19 @@ class TrainStep:
         self._executor = Executor(model, mesh.pipeline, mesh.device)
         self._training, named = self._planned(schedule)
         self._weight_gradients = self._apart_from_autograd()
+        computed = [each for each in self._training if isinstance(each, Compute) and each.kind in _MAKE_GRADIENTS]
+        self._last = set({each.stage: each for each in computed}.values())  # of each virtual stage here, in a step
         self._schedule = schedule if isinstance(schedule, str) else getattr(schedule, "__name__", "own")
         self._recording: Recording | None = None
         self._evaluations: dict[int, Program] = {}
-        options = {"microbatches": microbatches, "schedule": named, "clip_grad_norm": clip_grad_norm}
+        scaler = loss_scale if isinstance(loss_scale, LossScaler) or loss_scale is None else LossScaler(loss_scale)
+        self.scaler = scaler
+        options = {
+            "microbatches": microbatches,
+            "schedule": named,
+            "clip_grad_norm": clip_grad_norm,
+            "loss_scale": repr(scaler),
+        }
         mesh.world.check_equal("TrainStep's options", options)
         self.steps = 0
         dropouts = name_dropouts(model)
@@ -138,17 +156,23 @@ class TrainStep:
         def finish(output: Any, i: int) -> Tensor:
             total, count = self._call_loss(self.loss, output, batches[i].target)
             self._add(sums, total, count)
-            return total
+            return total if self.scaler is None else self.scaler.scale(total)
 
-        placed = self._place_streams(_rows(inputs, targets))
+        placed = self._around(_rows(inputs, targets))
         with self._random_stream("step"), torch.enable_grad(), self._recorded(placed) as around:
             self._executor.run(self._training, batches, finish, around, self._weight_gradients)
         self.steps += 1
         loss, tokens = self._share(sums)
         divisor = torch.where(tokens == 0, torch.ones_like(tokens), tokens)
-        grad_norm = self.optimizer.finish_gradients(divisor, self.clip_grad_norm)
-        self.optimizer.step()
-        return StepResult(loss=loss, grad_norm=grad_norm, tokens=tokens)
+        scale = 1.0 if self.scaler is None else self.scaler.value
+        grad_norm = self.optimizer.finish_gradients(divisor * scale, self.clip_grad_norm)
+        skipped = self.scaler is not None and not self.scaler.accept(grad_norm)
+        if skipped:
+            self.optimizer.zero_grad()
+        else:
+            self.optimizer.step()
+        told = torch.tensor(skipped, device=self.mesh.device), torch.full_like(loss, scale)
+        return StepResult(loss, grad_norm, tokens, *told)
 
     @contextmanager
     def record(self) -> Iterator[Recording]:
@@ -288,6 +312,21 @@ class TrainStep:
             stream_seed(purpose, self.mesh.seed, here.data, here.pipeline, self.steps), self.mesh.device
         ):
             yield
+
+    def _around(self, rows: int) -> Around:
+        """Return what a step does around each forward and backward, see `_place_streams` and `_last`."""
+        place = self._place_streams(rows)
+
+        @contextmanager
+        def around(action: Compute) -> Iterator[None]:
+            with ExitStack() as stack:
+                stack.enter_context(place(action))
+                if action.kind in _MAKE_GRADIENTS:
+                    last = action in self._last
+                    stack.enter_context(self.optimizer.microbatch(last=last, stage=action.stage))
+                yield
+
+        return around
 
     def _recorded(self, around: Around) -> AbstractContextManager[Around]:
         return nullcontext(around) if self._recording is None else self._recording.step(around)

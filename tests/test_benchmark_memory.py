@@ -61,6 +61,7 @@ def test_a_run_measures_states_as_the_formula_says_and_writes_them(
         assert all(set(rank) == set(OWNERS) for rank in each["every"])
         assert len(each["every"]) == 2
         assert measured["activations"] > 0
+    assert rows[2]["measured"]["gradients"] == pytest.approx(rows[2]["formula"]["gradients"], rel=0.03)
     assert rows[1]["measured"]["states"] < 0.6 * rows[0]["measured"]["states"]
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 

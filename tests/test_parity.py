@@ -46,6 +46,7 @@ class Case:
     share: bool = False  # one copy of the parameters for all data ranks
     sequence_parallel: bool = False
     key_heads: int = 4  # of 4 heads; fewer than tensor ranks are shared
+    accumulate: str | None = None
 
     def __str__(self) -> str:
         size = f"d{self.layout.data}p{self.layout.pipeline}t{self.layout.tensor}"
@@ -54,6 +55,7 @@ class Case:
         switches = f"{clip}-{'tied' if self.tied else 'own'}"
         more = ("-shared" if self.share else "") + ("-sequence" if self.sequence_parallel else "")
         more += "" if self.key_heads == SIZES["heads"] else f"-k{self.key_heads}"
+        more += "" if self.accumulate is None else f"-{self.accumulate}"
         return f"{size}-z{self.stage}-m{self.microbatches}-{switches}{bucket}{more}"
 
 
@@ -83,7 +85,14 @@ def covering_cases() -> list[Case]:
         wanted -= new(best)
         chosen.append(best)
     return [
-        Case(*values, 1 + n % 2, (25, 0.003)[n % 3 == 0], sequence_parallel=sequence, key_heads=keys)
+        Case(
+            *values,
+            1 + n % 2,
+            (25, 0.003)[n % 3 == 0],
+            sequence_parallel=sequence,
+            key_heads=keys,
+            accumulate="full" if values[1] == 2 and n % 2 else None,
+        )
         for n, (*values, sequence, keys) in enumerate(chosen)
     ]
 
@@ -124,6 +133,7 @@ def train_parallel(mesh: engine.Mesh, case: Case, adamw: dict[str, Any]) -> dict
         mesh,
         stage=case.stage,
         bucket_mib=case.bucket_mib,
+        accumulate=case.accumulate,
         share_parameters=case.share,
         **adamw,
     )

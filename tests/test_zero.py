@@ -441,11 +441,11 @@ def changed_under_the_optimizer(mesh: engine.Mesh) -> list[str]:
     return texts
 
 
-def test_a_parameter_that_was_cast_replaced_or_frozen_under_the_optimizer_is_refused(world: World) -> None:
+def test_a_parameter_that_was_cast_replaced_or_added_under_the_optimizer_is_refused(world: World) -> None:
     for cast, replaced, frozen, in_place, exchanged, added in world.run(Layout(data=2), changed_under_the_optimizer):
         assert "'0.weight' was moved, cast or replaced after ZeroOptimizer was built" in cast
         assert "'0.weight' was moved, cast or replaced" in replaced
-        assert "'3.weight' was frozen after ZeroOptimizer was built" in frozen
+        assert frozen == "no error"  # as in plain torch, it is not stepped any more
         assert in_place == "no error"
         assert "'0.weight' was moved, cast or replaced after ZeroOptimizer was built" in exchanged
         assert "was added or unfrozen after ZeroOptimizer was built, which does not update it" in added
@@ -466,7 +466,7 @@ def test_a_sparse_gradient_is_refused_on_every_rank(world: World) -> None:
     assert all("sparse=False" in text for text in world.run(Layout(data=2), sparse_gradient))
 
 
-def memory(mesh: engine.Mesh, stage: int) -> tuple[int, int, int, bool]:
+def memory(mesh: engine.Mesh, stage: int) -> tuple[int, int, int]:
     model = nn.Linear(1000, 100, bias=False)
     optimizer = ZeroOptimizer(model, torch.optim.AdamW, mesh, stage=stage, lr=0.1)
     model(torch.ones(2, 1000)).sum().backward()
@@ -477,14 +477,13 @@ def memory(mesh: engine.Mesh, stage: int) -> tuple[int, int, int, bool]:
     left = sum(g.numel() for g in grads if g.untyped_storage().data_ptr() not in inside)
     optimizer.step()
     state = sum(v.numel() for s in optimizer._inner.state.values() for v in s.values() if v.dim())
-    return state, gradients, left, mesh.data.reads_in_place
+    return state, gradients, left
 
 
 @pytest.mark.parametrize(("stage", "state", "gradients"), [(0, 200000, 100000), (1, 50000, 100000), (2, 50000, 25000)])
 def test_each_stage_keeps_what_it_says(world: World, stage: int, state: int, gradients: int) -> None:
-    for found_state, found_gradients, left, shared in world.run(Layout(data=4), memory, stage):
-        assert (found_state, left) == (state, 0)
-        assert found_gradients == (100000 if shared else gradients)  # where ranks read them, they stay whole
+    for found in world.run(Layout(data=4), memory, stage):
+        assert found == (state, gradients, 0)
 
 
 def options_apart(mesh: engine.Mesh) -> list[str]:

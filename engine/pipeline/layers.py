@@ -145,6 +145,15 @@ class PipelineModel(StageModule):
             return {self.stage: self}
         return {stage: partial(self._run, self.stages[stage]) for stage in self.virtual.on(self.stage)}
 
+    def on_any_stage(self, flag: bool) -> bool:
+        """Return whether any pipeline rank says so. Every rank of the pipeline axis must call it."""
+        return self.mesh.pipeline.any(flag)
+
+    def stage_of(self, name: str) -> int:
+        """Return the virtual stage that has the parameter called `name`, as `named_parameters` calls it."""
+        layer = int(name.partition(".")[0])
+        return next(stage for stage in self.virtual.on(self.stage) if layer in self.stages[stage])
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run this stage's layers in order; the first takes all arguments. Raises UsageError where they are of several
         stages that do not follow one another.

@@ -7,13 +7,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from engine.comm.checks import fingerprint
 from engine.comm.mesh import Mesh
 from engine.device import exact_dtype
-from engine.errors import UsageError, did_you_mean
+from engine.errors import DtypeError, UsageError, did_you_mean
 from engine.placement import REPLICATED, Placement, StageModule, ties_of
+from engine.precision import LOW, TRAINED
 
 Named = tuple[str, nn.Parameter]
 # Their update of an element depends on all others, or they need gradients that a bucket does not carry.
@@ -50,16 +51,51 @@ def agreed_groups(
         raise UsageError(f"stage={stage!r}: ZeRO stages are 0, 1 and 2")
     if not (isinstance(bucket_mib, int | float) and bucket_mib > 0):
         raise UsageError(f"bucket_mib={bucket_mib!r}: a bucket needs a size above 0 MiB")
-    if not isinstance(options["share_parameters"], bool):
-        raise UsageError(f"share_parameters={options['share_parameters']!r}: give True or False")
+    for name in ("share_parameters", "broadcast_buffers", "offload"):
+        if not isinstance(options[name], bool):
+            raise UsageError(f"{name}={options[name]!r}: give True or False")
+    _check_accumulation(stage, options["accumulate"])
+    if options["gather"] not in ("step", "forward"):
+        raise UsageError(
+            f"gather={options['gather']!r}: choose 'step' (whole at the end of it) or 'forward' (whole where used)"
+        )
+    if options["gather"] == "forward" and (stage == 0 or options["share_parameters"]):
+        raise UsageError(
+            "gather='forward': at stage 0 and with share_parameters=True nothing is gathered: leave it out"
+        )
+    _check_dtypes(model, options["wire_dtype"])
     check_options(optimizer_class, kwargs, own=("groups", *options))
     placed = named_groups(model, groups)
     check_kinds(mesh, placed, optimizer_class)
-    check_same(mesh, model, placed, optimizer_class, {**options, **kwargs})
+    check_same(mesh, model, placed, optimizer_class, {**options, **kwargs, "wire_dtype": str(options["wire_dtype"])})
     if options["share_parameters"]:
         check_sharing(mesh, stage)
+    if options["offload"]:
+        check_offload(mesh, stage, placed)
     check_ties(mesh, model, placed)
     return placed
+
+
+def _check_accumulation(stage: int, accumulate: object) -> None:
+    if accumulate not in (None, "full", "shard"):
+        raise UsageError(
+            f"accumulate={accumulate!r}: choose 'full' (one reduction in a step) or 'shard' (one in each microbatch)"
+        )
+    if accumulate == "shard" and stage < 2:
+        raise UsageError(
+            f"accumulate='shard' keeps a shard of the gradients, which is stage 2, and stage={stage} keeps all of "
+            f"them: take stage=2, or accumulate='full'"
+        )
+
+
+def _check_dtypes(model: nn.Module, wire_dtype: object) -> None:
+    if wire_dtype not in (None, *LOW):
+        raise DtypeError(f"wire_dtype={wire_dtype}: choose torch.bfloat16, torch.float16, or None for no rounding")
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.dtype not in TRAINED:
+            raise DtypeError(
+                f"{name!r} is {parameter.dtype}: trained parameters are one of {', '.join(map(str, TRAINED))}"
+            )
 
 
 def named_groups(
@@ -223,6 +259,17 @@ def check_sharing(mesh: Mesh, stage: int) -> None:
         )
 
 
+def check_offload(mesh: Mesh, stage: int, groups: Sequence[tuple[dict[str, Any], list[Named]]]) -> None:
+    """Refuse states on the host where they are not a shard, or updates that talk with other ranks."""
+    if stage != 2:
+        raise UsageError(f"offload=True is for stage 2, not stage={stage}: leave it out, or take stage=2")
+    if mesh.tensor.size > 1 and any(keeps_whole(options) for options, _ in groups):
+        raise UsageError(
+            f"offload=True updates on the host, where whole parameters cannot be gathered over "
+            f"tensor({mesh.tensor.size}): leave it out, or use no group with 'shard': 'tensor'"
+        )
+
+
 def check_shards(mesh: Mesh, placements: Mapping[str, Placement], named: Sequence[Named]) -> None:
     """Refuse, on every rank, shards that are equal on all tensor ranks and not constant: the sign of a weight that was
     initialised after it was cut, by equal generators. With `mesh.checks` only.
@@ -245,23 +292,24 @@ def check_shards(mesh: Mesh, placements: Mapping[str, Placement], named: Sequenc
             )
 
 
-def check_replicas(mesh: Mesh, placements: Mapping[str, Placement], named: Sequence[Named]) -> None:
-    """Refuse, on every rank, gradients of replicated parameters that are not equal on all tensor ranks: the sign of one
-    that each uses on its own part of the work, and nobody declared so. With `mesh.checks` only.
+def check_replicas(mesh: Mesh, placements: Mapping[str, Placement], reduced: Sequence[tuple[str, Tensor]]) -> None:
+    """Refuse, on every rank, reduced gradients of replicated parameters that are not equal on all tensor ranks: the
+    sign of one that each uses on its own part of the work, and nobody declared so. With `mesh.checks` only. reduced:
+    by name, the elements that this data rank has.
 
     Compared are norm and sum, to a thousandth: less than what a part is off by, more than rounding.
     """
     if mesh.tensor.size == 1 or mesh.planned:
         return
-    own = torch.zeros(len(named), 2, dtype=exact_dtype(mesh.device), device=mesh.device)
-    for place, (name, p) in enumerate(named):
-        if placements[name] == REPLICATED and p.numel() and p.grad is not None and not p.grad.is_sparse:
-            gradient = p.grad.to(own.dtype)
-            own[place] = torch.stack([gradient.norm(), gradient.sum() / p.numel() ** 0.5])
+    own = torch.zeros(len(reduced), 2, dtype=exact_dtype(mesh.device), device=mesh.device)
+    for place, (name, part) in enumerate(reduced):
+        if placements[name] == REPLICATED and part.numel():
+            gradient = part.to(own.dtype)
+            own[place] = torch.stack([gradient.norm(), gradient.sum() / part.numel() ** 0.5])
     found = mesh.tensor.all_gather(own.unsqueeze(0))  # (tensor ranks, parameters, 2)
     scale = found[:, :, 0].amax(0)
     apart = (found - found[0]).abs().amax(dim=(0, 2)) > 1e-3 * scale + 1e-9 * scale.amax()
-    wrong = [(name, found[:, place, 0].tolist()) for place, (name, _) in enumerate(named) if apart[place]]
+    wrong = [(name, found[:, place, 0].tolist()) for place, (name, _) in enumerate(reduced) if apart[place]]
     if not mesh.world.any(bool(wrong)):
         return
     if not wrong:

@@ -7,8 +7,8 @@ Each bucket has optimizers of its own, so that it can be stepped before another'
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from engine.placement import Placement
 from engine.zero.buckets import FlatBucket
 from engine.zero.groups import Named, options_of
 from engine.zero.matrices import BucketMatrices
+from engine.zero.offload import HostBucket, HostBuckets
 from engine.zero.plan import ParameterInfo
 
 _PIECE = 1 << 17  # elements that an optimizer which passes over memory several times updates at once: cache size
@@ -75,10 +76,11 @@ class Inner:
         infos: Sequence[ParameterInfo],
         placements: Mapping[str, Placement],
         tensor: Communicator,
+        host: HostBuckets | None = None,
     ) -> None:
         """placed: the parameter groups, whose options each of their elements keeps. kwargs: of `optimizer_class`, which
         updates the groups that name no other. infos: of the parameters, indexed by the buckets' plans. tensor: the
-        axis that the placements speak of.
+        axis that the placements speak of. host: where the optimizers work instead of in the buckets.
         """
         self._kinds = _kinds(optimizer_class, placed, kwargs)
         templates = [(kind, kind.make({})) for kind in self._kinds]
@@ -96,17 +98,36 @@ class Inner:
         self.pieces: list[list[Piece]] = []
         """Of every bucket."""
         self._optimizers: list[list[tuple[Kind, torch.optim.Optimizer]]] = []
+        self._host, self._buckets = host, buckets
+        self._memory: Sequence[FlatBucket | HostBucket] = buckets if host is None else host.buckets
+        self._left_out: frozenset[int] = frozenset()
         loads = [0.0] * tensor.size
-        for bucket in buckets:
-            whole = infos[bucket.plan.slices[0].index].work is not None
-            matrices = BucketMatrices(bucket, infos, placements, tensor, loads) if whole else None
+        for number, bucket in enumerate(buckets):
+            memory = self._memory[number]
+            matrices = None
+            if bucket.plan.whole:
+                matrices = BucketMatrices(bucket, memory, infos, placements, tensor, loads)
             self.matrices.append(matrices)
-            self._add(self._runs(bucket, infos) if matrices is None else _wholes(matrices, infos))
+            self._add(self._runs(bucket, memory, infos) if matrices is None else _wholes(matrices, infos))
 
     @property
     def state(self) -> dict[Tensor, dict[str, Any]]:
         """What the optimizers keep, by the tensor that they update."""
         return {piece.tensor: piece.state for pieces in self.pieces for piece in pieces}
+
+    def leave_out(self, unused: Collection[int]) -> None:
+        """Let the next steps pass over these parameters, by their index in the plans, as plain torch does over those
+        without a gradient: no decay, no change of their state.
+        """
+        wanted = frozenset(unused)
+        if wanted == self._left_out:
+            return
+        self._left_out = wanted
+        for number, matrices in enumerate(self.matrices):
+            if matrices is None:
+                self.pieces[number] = [each for piece in self.pieces[number] for each in self._cut(number, piece)]
+            else:
+                matrices.leave_out(wanted)
 
     def set_options(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Take the options of every parameter group, which a scheduler or the user may have changed."""
@@ -120,12 +141,41 @@ class Inner:
         one order.
         """
         matrices = self.matrices[bucket]
+        if self._host is not None:
+            self._host.start(bucket)
         if matrices is not None:
             matrices.collect()
         for _, optimizer in self._optimizers[bucket]:
             optimizer.step()
         if matrices is not None:
             matrices.hand_back()
+        if self._host is not None:
+            self._host.end(bucket)
+
+    def _cut(self, number: int, piece: Piece) -> list[Piece]:
+        """Return a run in pieces that are used or left out whole, each with its part of the state, and with a gradient
+        where it is used.
+        """
+        memory = self._memory[number]
+        runs = self._buckets[number].plan.ranges(piece.start, piece.stop, key=lambda index: index in self._left_out)
+        pieces = [piece]
+        if len(runs) > 1:
+            state = piece.optimizer.state.pop(piece.tensor, {})
+            pieces = [replace(piece, tensor=memory.trained(r.start, r.stop), start=r.start, stop=r.stop) for r in runs]
+            for each in pieces if state else ():
+                first, last = each.start - piece.start, each.stop - piece.start
+                each.optimizer.state[each.tensor] = {
+                    key: _part(value, piece.tensor, first, last) for key, value in state.items()
+                }
+            for group in piece.optimizer.param_groups:
+                group["params"] = [
+                    x
+                    for held in group["params"]
+                    for x in ([p.tensor for p in pieces] if held is piece.tensor else [held])
+                ]
+        for each, run in zip(pieces, runs, strict=True):
+            each.tensor.grad = None if run.key else memory.gradient(each.start, each.stop)
+        return pieces
 
     def _add(self, parts: Iterable[tuple[Tensor, int, int, int]]) -> None:
         """Make the optimizers of one bucket. parts: (tensor with its gradient, group, start, stop)."""
@@ -142,18 +192,27 @@ class Inner:
         self._optimizers.append(optimizers)
         self.pieces.append(pieces)
 
-    def _runs(self, bucket: FlatBucket, infos: Sequence[ParameterInfo]) -> Iterable[tuple[Tensor, int, int, int]]:
+    def _runs(
+        self, bucket: FlatBucket, memory: FlatBucket | HostBucket, infos: Sequence[ParameterInfo]
+    ) -> Iterable[tuple[Tensor, int, int, int]]:
         """Yield the runs of elements of one group each, in pieces where the optimizer passes over them repeatedly."""
         pieced = {group for kind in self._kinds if kind.chosen for group in kind.groups}
         for run in bucket.plan.ranges(*bucket.updated, key=lambda index: infos[index].group):
             assert isinstance(run.key, int)
-            short = run.key in pieced and bucket.flat.device.type == "cpu"
+            short = run.key in pieced and memory.device.type == "cpu"
             longest = _PIECE if short else run.stop - run.start
             for start in range(run.start, run.stop, longest):
                 stop = min(run.stop, start + longest)
-                part = bucket.trained(start, stop)
-                part.grad = bucket.gradient(start, stop)
+                part = memory.trained(start, stop)
+                part.grad = memory.gradient(start, stop)
                 yield part, run.key, start, stop
+
+
+def _part(value: Any, of: Tensor, start: int, stop: int) -> Any:
+    """Return the elements' own state where there is one for each, else a copy of what all had."""
+    if not isinstance(value, Tensor):
+        return value
+    return value[start:stop] if value.shape == of.shape else value.clone()
 
 
 def _wholes(matrices: BucketMatrices, infos: Sequence[ParameterInfo]) -> Iterable[tuple[Tensor, int, int, int]]:

@@ -16,6 +16,7 @@ from torch import Tensor
 from engine.comm.communicator import Communicator
 from engine.placement import Placement
 from engine.zero.buckets import FlatBucket
+from engine.zero.offload import HostBucket
 from engine.zero.plan import ParameterInfo, balanced
 
 
@@ -36,17 +37,17 @@ class Matrix:
     """Of the parameter, in the plan."""
     start: int
     """Its first element in the bucket."""
-    shape: tuple[int, ...]
-    """Of what this tensor rank holds."""
     placement: Placement
     owner: int
     """The tensor rank that steps it."""
     value: Tensor
-    """What this tensor rank holds, a view of the bucket."""
+    """What this tensor rank holds, a view of where the bucket is updated."""
     gradient: Tensor
-    """Its reduced gradient, a view of the bucket."""
+    """Its reduced gradient, a view as well."""
     whole: Tensor | None
-    """On the owner the whole parameter, whose `.grad` is the whole gradient: for the optimizer."""
+    """On the owner the whole parameter: what the optimizer updates."""
+    whole_gradient: Tensor | None
+    """On the owner its gradient: the parameter's `.grad`, unless it is left out."""
 
 
 class BucketMatrices:
@@ -59,12 +60,14 @@ class BucketMatrices:
     def __init__(
         self,
         bucket: FlatBucket,
+        memory: FlatBucket | HostBucket,
         infos: Sequence[ParameterInfo],
         placements: Mapping[str, Placement],
         comm: Communicator,
         loads: list[float],
     ) -> None:
-        """infos: of the parameters, indexed by the bucket's plan. comm: the tensor axis, whose ranks must all make the
+        """memory: where the bucket is updated; of a HostBucket without tensor parallelism only. infos: of the
+        parameters, indexed by the bucket's plan. comm: the tensor axis, whose ranks must all make the
         same buckets. loads: what each tensor rank has to do for earlier buckets; brought up to date.
         """
         self._comm = comm
@@ -74,17 +77,21 @@ class BucketMatrices:
         self.all: list[Matrix] = []
         for (parameter, each), owner in zip(held, owners, strict=True):
             placement = placements[infos[each.index].name]
-            value = bucket.trained(each.start, each.stop).view(parameter.shape)
-            gradient = bucket.gradient(each.start, each.stop).view(parameter.shape)
-            whole = None
+            value = memory.trained(each.start, each.stop).view(parameter.shape)
+            gradient = memory.gradient(each.start, each.stop).view(parameter.shape)
+            whole = whole_gradient = None
             if owner == comm.rank:
                 whole = value
                 if placement.dim is not None and comm.size > 1:
                     whole = value.new_zeros(placement.full_shape(parameter.shape, comm.size))
-                whole.grad = gradient if whole is value else torch.zeros_like(whole)
-            self.all.append(
-                Matrix(each.index, each.start, tuple(parameter.shape), placement, owner, value, gradient, whole)
-            )
+                whole_gradient = whole.grad = gradient if whole is value else torch.zeros_like(whole)
+            self.all.append(Matrix(each.index, each.start, placement, owner, value, gradient, whole, whole_gradient))
+
+    def leave_out(self, unused: frozenset[int]) -> None:
+        """Give the optimizers no gradient of these parameters, by their index, and of all others."""
+        for each in self.all:
+            if each.whole is not None:
+                each.whole.grad = None if each.index in unused else each.whole_gradient
 
     def collect(self) -> None:
         """Give the owners the whole of what is cut: parameters and gradients. Every rank of the tensor axis must call
@@ -95,7 +102,7 @@ class BucketMatrices:
             return
         wholes = [each.whole for each in cut]
         self._fill(cut, [each.value for each in cut], wholes)
-        self._fill(cut, [each.gradient for each in cut], [None if whole is None else whole.grad for whole in wholes])
+        self._fill(cut, [each.gradient for each in cut], [each.whole_gradient for each in cut])
 
     def hand_back(self) -> None:
         """Give every tensor rank its part of what the owners have updated. Every rank of the tensor axis must call

@@ -2,15 +2,14 @@
 parameters.
 
 Stage 0 is plain data parallelism: gradients all-reduced, everything updated everywhere. Stage 1 reduce-scatters the
-gradients and keeps optimizer state for a shard only; stage 2 also keeps only that shard of the gradients, but where
-the ranks share memory: there whole buckets stay, which backward fills and the others read, and stage 2 may share the
-parameters instead. Method: ZeRO, arXiv:1910.02054.
+gradients and keeps optimizer state for a shard only; stage 2 also keeps only that shard of the gradients. Method: ZeRO,
+arXiv:1910.02054.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
 import torch
@@ -18,19 +17,24 @@ from torch import Tensor, nn
 
 from engine.comm.full import full_tensors
 from engine.comm.mesh import Mesh
-from engine.comm.work import Work
 from engine.errors import UsageError
-from engine.placement import Tied, placements_of, ties_of
+from engine.placement import placements_of, stage_of
+from engine.precision import sum_dtype
 from engine.weight_gradients import Sink
 from engine.zero.buckets import FlatBucket
 from engine.zero.consolidate import consolidated
-from engine.zero.groups import Named, agreed_groups, check_replicas, check_shards, keeps_whole, options_of
+from engine.zero.groups import agreed_groups, check_replicas, check_shards, keeps_whole, options_of
 from engine.zero.inner import Inner
 from engine.zero.matrices import matrix_work
 from engine.zero.norm import clip_factor, global_norm
-from engine.zero.plan import ParameterInfo, plan_buckets
+from engine.zero.offload import HostBuckets
+from engine.zero.plan import Bucket, ParameterInfo, plan_buckets
+from engine.zero.pool import BufferPool
+from engine.zero.reducer import Reducer
 from engine.zero.sharing import SharedParameters
-from engine.zero.ties import share
+from engine.zero.stepping import Stepper
+from engine.zero.ties import own_ties, share, sum_partial
+from engine.zero.watch import EqualBuffers, WatchedParameters, make_equal, talks_over
 
 _MIB = 2**20
 
@@ -39,8 +43,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
     """A torch optimizer over the shards of a model. torch's LR schedulers work on it.
 
     The model's parameters become views of flat memory, and stay the same objects. A training step is: backward any
-    number of times, then `finish_gradients`, `step`, `zero_grad`; all three are collective over the mesh. A parameter
-    that took no part in backward has a zero gradient and is stepped with it.
+    number of times, each in `microbatch`, then `finish_gradients`, `step`, `zero_grad`; all three are collective over
+    the mesh. As in plain torch a parameter that got no gradient, on any rank, is not stepped: no decay either.
+    Parameters of fp16 and bf16 have fp32 masters, which are what is updated, and their gradients are summed in fp32.
     """
 
     def __init__(
@@ -52,7 +57,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
         groups: Sequence[Mapping[str, Any]] | None = None,
         stage: int = 2,
         bucket_mib: float = 25,
+        accumulate: str | None = None,
+        wire_dtype: torch.dtype | None = None,
+        gather: str = "step",
+        broadcast_buffers: bool = True,
         share_parameters: bool = False,
+        offload: bool = False,
         **optimizer_kwargs: Any,
     ) -> None:
         """Every rank of the mesh must call it, with models equal in names, shapes and order over the data and tensor
@@ -65,7 +75,23 @@ class ZeroOptimizer(torch.optim.Optimizer):
         a gradient. None: all in one. Beside its options a group may say `optimizer`, another class for it, and `shard`:
         "flat" cuts its parameters wherever a rank's shard ends, "tensor" gives each whole to one rank, at its full
         shape, for an update that is not elementwise (torch.optim.Muon). stage: 0, 1 or 2, see above. bucket_mib: MiB of
-        gradients that are reduced together. optimizer_kwargs: of `optimizer_class`.
+        parameters whose gradients are reduced together. optimizer_kwargs: of `optimizer_class`.
+
+        accumulate: where microbatches add up. `full`: each rank keeps its own sum of all gradients, which is reduced
+        once, after the last backward: least traffic. `shard`: gradients are reduced in every `microbatch` and only this
+        rank's shard of the sum is kept, for stage 2: least memory. None: `shard` at stage 2, else `full`. What is first
+        summed over other axes (tied over stages, each tensor rank's part) is kept whole in either.
+
+        wire_dtype: torch.bfloat16 or torch.float16 rounds what gradients are on their way between data ranks, see
+        `Communicator.reduce_scatter`.
+
+        gather: when the parameters that other ranks updated are waited for, where started collectives pay: `step` at
+        the end of `step`; `forward` when a module that has them is next run, or its state dict read, so that they
+        travel meanwhile (from stage 1 on). What else reads parameters then, such as `copy.deepcopy` or a module that
+        uses another's, calls `wait_parameters` before.
+
+        broadcast_buffers: buffers that any rank's forward has written (BatchNorm's) take data rank 0's values in
+        `finish_gradients`, as in torch's DistributedDataParallel.
 
         share_parameters: all data ranks hold one copy of the trained parameters in common, so nothing is gathered and
         they take memory once. For stage 2, where the data ranks share memory (CPU ranks of one host, transport `shm`).
@@ -74,33 +100,55 @@ class ZeroOptimizer(torch.optim.Optimizer):
         and so is memory that was moved (`model.share_memory()`, with torch's sharing strategy `file_system`). Copies
         (`copy.deepcopy`, for an average of weights) are each rank's own.
 
+        offload: optimizer states, and the values that are updated, lie in the host's memory, where the optimizer runs;
+        gradient shards come there and updated parameters go back, one bucket while another is updated. For stage 2.
+
         Raises UsageError on every rank for a model, groups or options that do not fit, or that differ between ranks,
         before anything is changed.
         """
-        options = {"stage": stage, "bucket_mib": bucket_mib, "share_parameters": share_parameters}
+        options = {
+            "stage": stage,
+            "bucket_mib": bucket_mib,
+            "accumulate": accumulate,
+            "wire_dtype": wire_dtype,
+            "gather": gather,
+            "broadcast_buffers": broadcast_buffers,
+            "share_parameters": share_parameters,
+            "offload": offload,
+        }
         placed = agreed_groups(model, optimizer_class, mesh, groups, options, optimizer_kwargs)
         self._mesh, self._model, self._stage = mesh, model, stage
         shares = share_parameters and mesh.data.size > 1
         self._named = [each for _, members in placed for each in members]
-        self._holders = _holders(model, self._named)
         self._placements = placements_of(model)
         if mesh.checks:
             check_shards(mesh, self._placements, self._named)
-        self._ties = _own_ties(model, self._named)
-        _broadcast(model, self._placements, self._ties, mesh)
+        self._ties = own_ties(model, self._named)
+        make_equal(model, self._placements, self._ties, mesh)
         self._infos = [
-            ParameterInfo(name, p.numel(), p.dtype, group, self._counted(name, p), self._work(options, name, p))
-            for group, (options, members) in enumerate(placed)
-            for name, p in members
+            self._info(name, parameter, group, keeps_whole(own))
+            for group, (own, members) in enumerate(placed)
+            for name, parameter in members
         ]
-        parameters = [parameter for _, parameter in self._named]
-        self._buckets = [
-            FlatBucket(plan, parameters, mesh.data, mesh.device, stage=stage, share=shares)
-            for plan in plan_buckets(self._infos, bucket_mib * _MIB, mesh.data.size)
-        ]
-        self._inner = Inner(
-            optimizer_class, placed, optimizer_kwargs, self._buckets, self._infos, self._placements, mesh.tensor
-        )
+        plans = plan_buckets(self._infos, bucket_mib * _MIB, mesh.data.size)
+        keep_all = stage < 2 or accumulate == "full" or mesh.data.size == 1
+        whole = [keep_all or plan.apart for plan in plans]
+        self._buckets = self._make_buckets(plans, whole, wire_dtype, shares)
+        self._shared = SharedParameters(mesh, self._named, self._buckets) if shares else None
+        for bucket in () if offload else self._buckets:
+            bucket.make_masters()
+        # A collective of the model's own over the data axis would meet these in another order on another rank.
+        alone = not any(talks_over(module, mesh.data) for module in model.modules())
+        self._reducer = Reducer(self._buckets, early=alone)
+        self._host = HostBuckets(self._buckets, mesh.device) if offload else None
+        memory = (self._buckets, self._infos, self._placements, mesh.tensor, self._host)
+        self._inner = Inner(optimizer_class, placed, optimizer_kwargs, *memory)
+        self._stepper = Stepper(self._inner, self._buckets, gathers=stage > 0 and not shares)
+        self._waits_in_step = gather == "step"
+        if not self._waits_in_step:
+            self._stepper.wait_before_use(model, {id(p): index for index, (_, p) in enumerate(self._named)})
+        self._watched = WatchedParameters(model, self._named, self._buckets)
+        self._equal = EqualBuffers(model, mesh.data) if broadcast_buffers else None
         self._phase = "collecting"
         outer = [
             {**options_of(group), "params": [p for _, p in members]}
@@ -109,9 +157,19 @@ class ZeroOptimizer(torch.optim.Optimizer):
         super().__init__(outer, {})  # groups of another class must not get this one's defaults
         self.defaults = self._inner.defaults
         self._ready = True
-        self._shared = SharedParameters(mesh, self._named, self._buckets) if shares else None
 
     # ---- one step --------------------------------------------------------------------------------------------------
+
+    def microbatch(self, *, last: bool = False, stage: int | None = None) -> AbstractContextManager[None]:
+        """Return a context for one backward: `with optimizer.microbatch(last=...): loss.backward()`.
+
+        With accumulate="shard" its gradients are reduced by the end of it; a backward outside of any keeps them whole
+        until `finish_gradients`. last: no other backward follows in this step, so that with accumulate="full" the
+        reduction starts as gradients are ready, where started collectives pay. stage: the virtual pipeline stage whose
+        weight gradients are made, None for all. All data ranks must run the same backwards in the same order; a
+        parameter may get a gradient on some of them only. TrainStep does all this by itself.
+        """
+        return self._reducer.microbatch(last, stage)
 
     @torch.no_grad()
     def finish_gradients(self, divisor: float | Tensor = 1.0, max_norm: float | None = None) -> Tensor:
@@ -133,19 +191,25 @@ class ZeroOptimizer(torch.optim.Optimizer):
             raise UsageError(
                 f"max_norm={max_norm!r}: gradients are clipped to a norm above 0; None leaves them as they are"
             )
-        self._check_parameters()
-        if self._mesh.checks:
-            check_replicas(self._mesh, self._placements, self._named)
+        self._stepper.wait()
+        self._watched.check()
         for bucket in self._buckets:
             bucket.adopt_gradients()
-        self._sum_partial()
-        for tie, parameter in self._ties:
-            share(tie, _gradient(parameter), self._mesh.pipeline, "sum")
-        self._reduce()
+        unused, more, written = self._agree()
+        self._sum_over_axes()
+        self._reducer.start_rest(more)
+        self._reducer.settle()
+        self._reducer.next_step()
+        if self._mesh.checks:
+            check_replicas(self._mesh, self._placements, self._reduced_parts())
         norm = global_norm(self._counted_parts(), self._mesh.world) / divisor
         scale = divisor if max_norm is None else divisor / clip_factor(norm, max_norm)
         for bucket in self._buckets:
             bucket.reduced.div_(scale)
+            bucket.show()
+        if self._equal is not None:
+            self._equal.copy_first(written)
+        self._inner.leave_out(unused)
         self._phase = "finished"
         return norm
 
@@ -163,20 +227,22 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._inner.set_options(self.param_groups)
         if self._shared is not None:
             self._shared.meet_unchanged()
-        for number in range(len(self._buckets)):
-            self._inner.step(number)
-        if self._stage > 0 and self._shared is None:
-            _settle([bucket.start_gather() for bucket in self._buckets])
-        torch.autograd.graph.increment_version([parameter for _, parameter in self._named])
-        self.parameters_written()
+        if self._watched.changed:
+            for bucket in self._buckets:
+                bucket.parameters_to_masters()
+        self._stepper.step()
+        if self._waits_in_step:
+            self._stepper.wait()
+        self._written()
+        if self._host is not None:
+            self._host.remember()
         self._phase = "stepped"
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002 (torch's signature)
         """Drop all gradients. Nothing is sent. Gradients that live in buckets are zeroed there, whatever
         `set_to_none` says.
         """
-        for bucket in self._buckets:
-            bucket.zero_gradients()
+        self._reducer.drop()
         self._phase = "collecting"
 
     # ---- to look at ------------------------------------------------------------------------------------------------
@@ -223,11 +289,15 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """The model whose parameters are updated."""
         return self._model
 
+    def wait_parameters(self) -> None:
+        """Wait until the parameters are whole after a step with gather="forward". Any rank may call it, at any time."""
+        self._stepper.wait()
+
     def gradient_sinks(self) -> dict[int, Sink]:
         """Return, by `id(parameter)`, where the gradients of the trained parameters are summed: for WeightGradients,
         which so adds products where a backward would.
         """
-        return {key: sink for bucket in self._buckets for key, sink in bucket.sinks().items()}
+        return self._reducer.sinks()
 
     def parameters_replaced(self, model: nn.Module) -> None:
         """Take notice that `model`'s parameters were given new values, by `load_full_state_dict`.
@@ -242,6 +312,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 "loading between finish_gradients() and step() would apply old gradients to new weights: "
                 "step first, or drop them with optimizer.zero_grad()"
             )
+        self.wait_parameters()
 
     def writes(self, x: Tensor) -> bool:
         """Whether this rank fills `x`, of the model's state, when it is loaded: of shared parameters data rank 0 does
@@ -253,8 +324,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Take notice that the parameters have new values, which any rank may have written for the others where they
         are shared. Every rank of the mesh must call it.
         """
-        if self._shared is not None:
-            self._shared.written()
+        for bucket in self._buckets:
+            bucket.parameters_to_masters()
+        self._written()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Not after construction: buckets and shards are laid out once. Raises UsageError."""
@@ -275,126 +347,95 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     # ---- inside ----------------------------------------------------------------------------------------------------
 
-    def _counted(self, name: str, parameter: Tensor) -> tuple[tuple[int, int], ...]:
-        """Return the elements of the parameter that this tensor and pipeline position counts in the norm."""
-        if any(tie.name == name and tie.stages[0] != self._mesh.pipeline.rank for tie, _ in self._ties):
-            return ()
-        return self._placements[name].counted(parameter.shape, self._mesh.tensor.rank, self._mesh.tensor.size)
-
     def _copies(self) -> frozenset[str]:
         """Return this stage's tied parameters that another stage owns."""
         return frozenset(tie.name for tie, _ in self._ties if self._mesh.pipeline.rank != tie.stages[0])
 
-    def _work(self, options: Mapping[str, Any], name: str, parameter: Tensor) -> float | None:
-        """Return what updating the whole parameter costs, where it is not cut over the data axis."""
-        if not keeps_whole(options):
-            return None
-        return matrix_work(self._placements[name].full_shape(parameter.shape, self._mesh.tensor.size))
-
-    def _check_parameters(self) -> None:
-        displaced = [self._named[index][0] for bucket in self._buckets for index in bucket.displaced()]
-        displaced += [name for name, holder, key, parameter in self._holders if holder.get(key) is not parameter]
-        frozen = [name for name, parameter in self._named if not parameter.requires_grad]
-        known = {id(parameter) for _, parameter in self._named}
-        trained = {id(p): name for name, p in self._model.named_parameters() if p.requires_grad}
-        displaced += [name for name, parameter in self._named if id(parameter) not in trained and name not in frozen]
-        added = [name for each, name in trained.items() if each not in known]
-        for names, what, old in (
-            (displaced, "moved, cast or replaced", "would go on updating the old one"),
-            (frozen, "frozen", "would go on updating the old one"),
-            (added, "added or unfrozen", "does not update it"),
-        ):
-            if names:
-                raise UsageError(
-                    f"{names[0]!r} was {what} after ZeroOptimizer was built, which {old}: do that first, then build "
-                    f"the optimizer"
-                )
-
-    def _sum_partial(self) -> None:
-        """Sum over the tensor axis the gradients that are each rank's part of one."""
-        if self._mesh.tensor.size == 1:
-            return
+    def _info(self, name: str, parameter: Tensor, group: int, whole: bool) -> ParameterInfo:
+        """Return what the plan needs to know of a parameter of this tensor and pipeline position."""
         rank, size = self._mesh.tensor.rank, self._mesh.tensor.size
-        partial = [
-            piece for name, p in self._named for piece in self._placements[name].partial(_gradient(p), rank, size)
-        ]
-        for dtype in dict.fromkeys(gradient.dtype for gradient, _, _ in partial):
-            of_dtype = [piece for piece in partial if piece[0].dtype == dtype]
-            # A place for each piece of the axis: the ranks that hold another one add zeros.
-            places = [gradient.new_zeros(count, gradient.numel()) for gradient, _, count in of_dtype]
-            for (gradient, index, _), place in zip(of_dtype, places, strict=True):
-                place[index].view(gradient.shape).copy_(gradient)
-            flat = self._mesh.tensor.all_reduce(torch.cat([place.view(-1) for place in places]))
-            for (gradient, index, count), total in zip(of_dtype, flat.split([p.numel() for p in places]), strict=True):
-                gradient.copy_(total.view(count, *gradient.shape)[index])
+        tie = next((tie for tie, _ in self._ties if tie.name == name), None)
+        placement = self._placements[name]
+        counts = tie is None or tie.stages[0] == self._mesh.pipeline.rank
+        counted = placement.counted(parameter.shape, rank, size) if counts else ()
+        apart = tie is not None or (size > 1 and bool(placement.partial(parameter, rank, size)))
+        stage = stage_of(self._model, name)
+        work = matrix_work(placement.full_shape(parameter.shape, size)) if whole else None
+        return ParameterInfo(name, parameter.numel(), parameter.dtype, group, counted, stage, apart, work)
 
-    def _reduce(self) -> None:
-        """Sum every bucket over the data axis, in the plan's order. Kept gradients fly together; borrowed memory is
-        used in turn.
+    def _make_buckets(
+        self, plans: Sequence[Bucket], whole: Sequence[bool], wire_dtype: torch.dtype | None, share: bool
+    ) -> list[FlatBucket]:
+        data = self._mesh.data
+        borrowing = [(sum_dtype(plan.dtype), plan.numel) for plan, w in zip(plans, whole, strict=True) if not w]
+        # One is filled while another is reduced; a third for started collectives, which end later.
+        pool = BufferPool(data, borrowing, shared=2 + data.overlaps)
+        return [
+            FlatBucket(
+                plan,
+                [parameter for _, parameter in self._named],
+                data,
+                pool,
+                stage=self._stage,
+                whole=w,
+                wire_dtype=wire_dtype,
+                share=share,
+            )
+            for plan, w in zip(plans, whole, strict=True)
+        ]
+
+    def _written(self) -> None:
+        self._watched.written()
+        if self._shared is not None:
+            self._shared.written()
+
+    def _agree(self) -> tuple[set[int], list[bool], list[bool]]:
+        """Return, equal on all ranks that have them: the parameters that got no gradient anywhere; of each bucket
+        whether any data rank has gradients that came after it was started; of each buffer whether any has written it.
         """
-        if all(bucket.keep_gradients for bucket in self._buckets):
-            _settle([bucket.start_reduction(None) for bucket in self._buckets])
-            return
-        largest: dict[torch.dtype, int] = {}
+        touched = dict.fromkeys(range(len(self._named)), False)
         for bucket in self._buckets:
-            largest[bucket.plan.dtype] = max(largest.get(bucket.plan.dtype, 0), bucket.plan.numel)
-        borrowed = {dtype: torch.empty(n, dtype=dtype, device=self._mesh.device) for dtype, n in largest.items()}
+            touched |= {each.index: flag for each, flag in zip(bucket.plan.slices, bucket.touched, strict=True)}
+        left = [bucket.left for bucket in self._buckets]
+        written = self._equal.changed() if self._equal is not None else []
+        own = [*touched.values(), *left, *written]
+        flags = torch.tensor(own, dtype=torch.int32, device=self._mesh.device)
+        self._mesh.data.all_reduce(self._mesh.tensor.all_reduce(flags, "max"), "max")
+        places = {name: place for place, (name, _) in enumerate(self._named)}
+        for tie, _ in self._ties:
+            share(tie, flags[places[tie.name] :][:1], self._mesh.pipeline, "sum")
+        found = [bool(flag) for flag in flags.tolist()]
+        first, second = len(touched), len(touched) + len(left)
+        return {index for index in touched if not found[index]}, found[first:second], found[second:]
+
+    def _sum_over_axes(self) -> None:
+        """Sum what is each tensor rank's part over the tensor axis, then what is tied over the stages that have it."""
+        local: dict[str, Tensor] = {}
         for bucket in self._buckets:
-            _settle([bucket.start_reduction(borrowed[bucket.plan.dtype])])
+            if bucket.plan.apart:
+                bucket.fill()
+                local |= {self._named[s.index][0]: bucket.local(place) for place, s in enumerate(bucket.plan.slices)}
+        tensor = self._mesh.tensor
+        if tensor.size > 1:
+            names = [name for name, _ in self._named if name in local]
+            sum_partial(
+                [p for name in names for p in self._placements[name].partial(local[name], tensor.rank, tensor.size)],
+                tensor,
+            )
+        for tie, _ in self._ties:
+            share(tie, local[tie.name], self._mesh.pipeline, "sum")
+
+    def _reduced_parts(self) -> list[tuple[str, Tensor]]:
+        """Return of each parameter, by name, the reduced gradients that are here: equal parts on all tensor ranks."""
+        found = []
+        for bucket in self._buckets:
+            first, last = bucket.updated
+            for each in bucket.plan.slices:
+                low, high = max(first, each.start), min(last, each.stop)
+                found.append((self._named[each.index][0], bucket.gradient(low, max(low, high))))
+        return found
 
     def _counted_parts(self) -> Iterable[Tensor]:
         for bucket in self._buckets:
             for start, stop in bucket.plan.counted(bucket.start, bucket.stop, self._infos):
                 yield bucket.gradient(start, stop)
-
-
-def _holders(
-    model: nn.Module, named: Sequence[Named]
-) -> list[tuple[str, dict[str, nn.Parameter | None], str, nn.Parameter]]:
-    """Return every place in the model that holds a trained parameter, as (its name, a module's parameters, the key in
-    them, it).
-    """
-    names = {id(parameter): name for name, parameter in named}
-    return [
-        (names[id(parameter)], module._parameters, key, parameter)
-        for module in model.modules()
-        for key, parameter in module._parameters.items()
-        if parameter is not None and id(parameter) in names
-    ]
-
-
-def _settle(works: Sequence[Work | None]) -> None:
-    """Wait for what was started."""
-    for work in works:
-        if work is not None:
-            work.wait()
-
-
-def _gradient(parameter: nn.Parameter) -> Tensor:
-    """Return the gradient; a parameter without one gets zeros."""
-    if parameter.grad is None:
-        parameter.grad = torch.zeros_like(parameter)
-    return parameter.grad
-
-
-def _own_ties(model: nn.Module, named: Sequence[Named]) -> list[tuple[Tied, nn.Parameter]]:
-    """Return the trainable ties, under the names that this stage's parameters go by."""
-    names = {id(parameter): name for name, parameter in named}
-    found = [(tie, model.get_parameter(tie.name)) for tie in ties_of(model)]
-    return [(replace(tie, name=names[id(p)]), p) for tie, p in found if id(p) in names]
-
-
-@torch.no_grad()
-def _broadcast(
-    model: nn.Module, placements: Mapping[str, Any], ties: Sequence[tuple[Tied, nn.Parameter]], mesh: Mesh
-) -> None:
-    """Make all copies equal: tensor rank 0's of replicated parameters, the first stage's of tied ones, then data rank
-    0's of all.
-    """
-    for name, parameter in model.named_parameters():
-        if placements[name].dim is None:
-            mesh.tensor.broadcast(parameter, 0)
-    for tie, parameter in ties:
-        share(tie, parameter, mesh.pipeline, "copy")
-    for tensor in (*model.parameters(), *model.buffers()):
-        mesh.data.broadcast(tensor, 0)

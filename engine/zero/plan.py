@@ -1,7 +1,8 @@
 """Where every parameter slice lies: buckets of whole parameters, cut into one equal shard for each data rank. Pure.
 
-Parameters fill buckets in their order, a bucket for each dtype at a time; a bucket is closed before it would pass the
-size limit (a larger parameter has one of its own) and padded until it divides by the data axis. Parameters that one
+Parameters fill buckets in their order, a bucket for each kind (dtype, virtual stage, `apart`) at a time; a bucket is
+closed before it would pass the size limit (a larger parameter has one of its own) and padded until it divides by the
+data axis. Parameters that one
 data rank updates whole have buckets of their own: there a shard is some of the parameters and padding, and the ranks'
 work is balanced. Equal inputs give equal plans on every rank.
 """
@@ -27,6 +28,10 @@ class ParameterInfo:
     """The elements [start, stop) that this rank counts in the gradient norm: each is counted by exactly one tensor and
     pipeline position.
     """
+    stage: int = 0
+    """The virtual pipeline stage that has it: buckets are of one, whose gradients are ready together."""
+    apart: bool = False
+    """Whether its gradient is first summed over other axes, so that it is reduced once, after the last backward."""
     work: float | None = None
     """Of a parameter that one data rank updates whole: what that costs, in any unit. None: cut wherever it falls."""
 
@@ -59,6 +64,12 @@ class Bucket:
     """Elements of each data rank's shard."""
     shards: int
     """Number of data ranks."""
+    stage: int = 0
+    """Of all its parameters."""
+    apart: bool = False
+    """Of all its parameters."""
+    whole: bool = False
+    """Whether each parameter lies in one shard."""
 
     @property
     def numel(self) -> int:
@@ -109,6 +120,9 @@ class Bucket:
         return tuple(found)
 
 
+_Kind = tuple[torch.dtype, int, bool, bool]  # dtype, virtual stage, apart, whole
+
+
 def plan_buckets(parameters: Sequence[ParameterInfo], bucket_bytes: float, shards: int) -> tuple[Bucket, ...]:
     """Lay `parameters` out in buckets of at most `bucket_bytes` each, for `shards` data ranks.
 
@@ -116,24 +130,26 @@ def plan_buckets(parameters: Sequence[ParameterInfo], bucket_bytes: float, shard
     segment is as long as the longest.
     """
     buckets: list[Bucket] = []
-    filling: dict[tuple[torch.dtype, bool], list[int]] = {}
-    sizes: dict[tuple[torch.dtype, bool], int] = {}
+    filling: dict[_Kind, list[int]] = {}
+    sizes: dict[_Kind, int] = {}
     loads = [0.0] * shards
 
-    def close(dtype: torch.dtype, whole: bool) -> None:
-        indices = filling.pop((dtype, whole))
-        lay = _whole_parameters if whole else _cut_anywhere
-        buckets.append(lay(parameters, dtype, indices, loads))
+    def close(kind: _Kind) -> None:
+        indices = filling.pop(kind)
+        dtype, stage, apart, whole = kind
+        place = _whole_parameters if whole else _cut_anywhere
+        slices, shard = place(parameters, indices, loads)
+        buckets.append(Bucket(dtype, slices, shard, shards, stage, apart, whole))
 
     for index, parameter in enumerate(parameters):
-        key = (parameter.dtype, parameter.work is not None)
-        enough = len(filling.get(key, ())) >= (shards if parameter.work is not None else 1)
-        if enough and (sizes[key] + parameter.numel) * parameter.dtype.itemsize > bucket_bytes:
-            close(*key)
-        sizes[key] = parameter.numel + (sizes[key] if key in filling else 0)
-        filling.setdefault(key, []).append(index)
-    for key in list(filling):
-        close(*key)
+        kind = (parameter.dtype, parameter.stage, parameter.apart, parameter.work is not None)
+        enough = len(filling.get(kind, ())) >= (shards if parameter.work is not None else 1)
+        if enough and (sizes[kind] + parameter.numel) * parameter.dtype.itemsize > bucket_bytes:
+            close(kind)
+        sizes[kind] = parameter.numel + (sizes[kind] if kind in filling else 0)
+        filling.setdefault(kind, []).append(index)
+    for kind in list(filling):
+        close(kind)
     return tuple(buckets)
 
 
@@ -151,22 +167,22 @@ def balanced(works: Sequence[float], loads: list[float]) -> list[int]:
 
 
 def _cut_anywhere(
-    parameters: Sequence[ParameterInfo], dtype: torch.dtype, indices: Sequence[int], loads: Sequence[float]
-) -> Bucket:
-    """Return the bucket of parameters that lie one after another."""
+    parameters: Sequence[ParameterInfo], indices: Sequence[int], loads: Sequence[float]
+) -> tuple[tuple[Slice, ...], int]:
+    """Return the slices, and the length of a shard, of parameters that lie one after another."""
     slices = _in_a_row(parameters, indices, 0)
-    return Bucket(dtype, slices, -(-slices[-1].stop // len(loads)), len(loads))
+    return slices, -(-slices[-1].stop // len(loads))
 
 
 def _whole_parameters(
-    parameters: Sequence[ParameterInfo], dtype: torch.dtype, indices: Sequence[int], loads: list[float]
-) -> Bucket:
-    """Return the bucket of parameters of which each data rank's shard has some whole. loads: of all ranks so far."""
+    parameters: Sequence[ParameterInfo], indices: Sequence[int], loads: list[float]
+) -> tuple[tuple[Slice, ...], int]:
+    """Return the same of parameters of which each data rank's shard has some whole. loads: of all ranks so far."""
     ranks = balanced([parameters[index].work or 0.0 for index in indices], loads)
     of_rank = [[i for i, owner in zip(indices, ranks, strict=True) if owner == rank] for rank in range(len(loads))]
     shard = max(sum(parameters[index].numel for index in own) for own in of_rank)
     slices = [each for rank, own in enumerate(of_rank) for each in _in_a_row(parameters, own, rank * shard)]
-    return Bucket(dtype, tuple(slices), shard, len(loads))
+    return tuple(slices), shard
 
 
 def _in_a_row(parameters: Sequence[ParameterInfo], indices: Sequence[int], start: int) -> tuple[Slice, ...]:

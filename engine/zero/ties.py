@@ -1,18 +1,28 @@
-"""Tied parameters whose copies live on several pipeline stages: one value, one gradient.
+"""Gradients that are summed over other axes: of tied parameters, whose copies live on several pipeline stages, and of
+parameters of which each tensor rank has a part of the gradient.
 
-The copies' gradients are summed before anything is reduced over the data axis: afterwards each rank would hold other
-elements of them.
+They are summed before they are reduced over the data axis: afterwards each stage would hold other elements of a copy.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from engine.comm.communicator import Communicator
-from engine.placement import Tied
+from engine.placement import Tied, ties_of
+from engine.zero.groups import Named
+
+
+def own_ties(model: nn.Module, named: Sequence[Named]) -> list[tuple[Tied, nn.Parameter]]:
+    """Return the trainable ties, under the names that this stage's parameters go by."""
+    names = {id(parameter): name for name, parameter in named}
+    found = [(tie, model.get_parameter(tie.name)) for tie in ties_of(model)]
+    return [(replace(tie, name=names[id(p)]), p) for tie, p in found if id(p) in names]
 
 
 def share(tie: Tied, x: Tensor, pipeline: Communicator, how: Literal["copy", "sum"]) -> None:
@@ -33,3 +43,16 @@ def share(tie: Tied, x: Tensor, pipeline: Communicator, how: Literal["copy", "su
         for part in parts:
             x.add_(part)
     pipeline.exchange(sends=[(x, stage) for stage in others])
+
+
+def sum_partial(pieces: Sequence[tuple[Tensor, int, int]], tensor: Communicator) -> None:
+    """Sum in place over the tensor axis what `Placement.partial` found in gradients. Every rank of it must call it."""
+    for dtype in dict.fromkeys(gradient.dtype for gradient, _, _ in pieces):
+        of_dtype = [piece for piece in pieces if piece[0].dtype == dtype]
+        # A place for each piece of the axis: the ranks that hold another one add zeros.
+        places = [gradient.new_zeros(count, gradient.numel()) for gradient, _, count in of_dtype]
+        for (gradient, index, _), place in zip(of_dtype, places, strict=True):
+            place[index].view(gradient.shape).copy_(gradient)
+        flat = tensor.all_reduce(torch.cat([place.view(-1) for place in places]))
+        for (gradient, index, count), total in zip(of_dtype, flat.split([p.numel() for p in places]), strict=True):
+            gradient.copy_(total.view(count, *gradient.shape)[index])

@@ -1,0 +1,150 @@
+"""The reduction of all buckets' gradients: where gradients arrive, when each bucket starts, in which order."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from engine.weight_gradients import Sink
+from engine.zero.buckets import FlatBucket, Write
+from engine.zero.order import StartOrder
+
+
+class Reducer:
+    """Starts the reduction of each bucket, the last bucket first, as `StartOrder` says, and ends them all.
+
+    A bucket that keeps a shard is reduced in every microbatch; a whole one once, in the last, where started
+    collectives pay; one that is `apart`, and all that is left, in `start_rest`.
+    """
+
+    def __init__(self, buckets: Sequence[FlatBucket], *, early: bool) -> None:
+        """early: whether reductions start before a backward has ended. Nothing is sent."""
+        self._buckets = buckets
+        self._order = StartOrder([[s.index for s in b.plan.slices] for b in buckets], early=early)
+        self._turns = list(reversed(range(len(buckets))))
+        self._ends: deque[Callable[[], None]] = deque()
+        self._places = {s.index: (n, place) for n, b in enumerate(buckets) for place, s in enumerate(b.plan.slices)}
+        self._hooks: dict[int, int] = {}
+        this = weakref.ref(self)
+        for bucket in buckets:
+            for parameter, each in bucket.parameters:
+                hook = parameter.register_post_accumulate_grad_hook(partial(_arrived, this, each.index))
+                self._hooks[each.index] = hook.id
+                weakref.finalize(self, hook.remove).atexit = False
+
+    @contextmanager
+    def microbatch(self, last: bool, stage: int | None) -> Iterator[None]:
+        """Run one backward, of all or of one virtual stage; afterwards what it calls for has been started."""
+        turns = [n for n in self._turns if self._starts_in(self._buckets[n], last, stage)]
+        self._order.begin(turns)
+        try:
+            yield
+        except BaseException:
+            self._order.drop()
+            raise
+        for number in self._order.end():
+            self._start(number)
+
+    def receive(self, index: int, write: Write) -> None:
+        """Take the gradient of parameter `index` that `write` puts into a view, see `FlatBucket.receive`."""
+        number, place = self._places[index]
+        self._make_room(self._buckets[number])
+        self._buckets[number].receive(place, write)
+        self._started_by(index)
+
+    def sinks(self) -> dict[int, Sink]:
+        """Return, by `id(parameter)`, what adds a product to its gradient as a backward would."""
+        return {
+            id(parameter): Sink(partial(self.add_product, each.index), self._hooks[each.index])
+            for bucket in self._buckets
+            for parameter, each in bucket.parameters
+        }
+
+    def add_product(self, index: int, left: Tensor, right: Tensor) -> None:
+        """Add left^T right, (n, rows) and (n, columns), to the gradient of parameter `index`, as autograd would."""
+
+        def write(view: Tensor, add: bool) -> None:
+            if view.dtype is not left.dtype:  # rounded to the parameter's dtype, as autograd's gradients are
+                product = left.t() @ right
+                view.add_(product) if add else view.copy_(product)
+            elif add:
+                view.addmm_(left.t(), right)
+            else:
+                torch.mm(left.t(), right, out=view)
+
+        self.receive(index, write)
+
+    def keep(self, index: int) -> None:
+        """Take the gradient of parameter `index` that backward has made."""
+        number, place = self._places[index]
+        self._make_room(self._buckets[number])
+        if self._buckets[number].keep(place):
+            self._started_by(index)
+
+    def start_rest(self, more: Sequence[bool]) -> None:
+        """Start what was not in this step, and once more the buckets for which some data rank has gradients that came
+        after the last start: `more`, equal on every data rank.
+        """
+        for number in sorted(self._turns, key=lambda n: self._buckets[n].plan.apart):
+            bucket = self._buckets[number]
+            if bucket.whole and bucket.starts == 0:
+                self._start(number)
+            if more[number]:
+                self._start(number)
+            elif bucket.starts == 0:
+                bucket.reduced.zero_()
+
+    def settle(self) -> None:
+        """Wait for all that was started."""
+        while self._ends:
+            self._ends.popleft()()
+
+    def drop(self) -> None:
+        """Forget all gradients; a step is over, or given up. What was started is waited for."""
+        self.settle()
+        for bucket in self._buckets:
+            bucket.zero_gradients()
+
+    def next_step(self) -> None:
+        """A step's gradients are complete: what came in it is waited for in the next."""
+        self._order.next_step()
+
+    # ---- inside ----------------------------------------------------------------------------------------------------
+
+    def _starts_in(self, bucket: FlatBucket, last: bool, stage: int | None) -> bool:
+        if stage is not None and bucket.plan.stage != stage:
+            return False
+        if not bucket.whole:
+            return True
+        # Where nothing overlaps, one gradient reduction after all of backward is as good, and sees what a user did.
+        return last and bucket.comm.size > 1 and bucket.comm.overlaps and not bucket.plan.apart and bucket.starts == 0
+
+    def _started_by(self, index: int) -> None:
+        for number in self._order.arrive(index):
+            self._start(number)
+
+    def _start(self, number: int) -> None:
+        bucket = self._buckets[number]
+        if not bucket.whole or bucket.starts:
+            self._make_room(bucket)
+        end = bucket.start_reduction()
+        if end is not None:
+            self._ends.append(end)
+
+    def _make_room(self, bucket: FlatBucket) -> None:
+        """End reductions that were started until a buffer is free, where one is needed."""
+        while bucket.borrows and self._ends and not bucket.pool_has_free:
+            self._ends.popleft()()
+
+
+def _arrived(reducer: weakref.ref[Reducer], index: int, _parameter: Tensor) -> None:
+    """Run after backward has made a gradient. The parameter keeps this, which must not keep the buckets' memory."""
+    alive = reducer()
+    if alive is not None:
+        alive.keep(index)
