@@ -8,7 +8,7 @@ rows weigh more.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -23,16 +23,17 @@ from engine.device import exact_dtype, random_stream, stream_seed
 from engine.errors import LayoutError, UsageError
 from engine.pipeline import PipelineModel
 from engine.pipeline.executor import Around, Executor, Microbatch
+from engine.pipeline.recording import Recording
 from engine.pipeline.schedule import Compute, Program, Schedule, forward_only, programs
-from engine.pipeline.schedules import SCHEDULES, schedule_named
+from engine.pipeline.schedules import schedule_named
 from engine.pipeline.verify import verify
 from engine.precision import LossScaler
 from engine.tensor_parallel.random import name_dropouts
+from engine.weight_gradients import WeightGradients
 from engine.zero import ZeroOptimizer
 
 Loss = Callable[[Any, Any], tuple[Tensor, Any]]
 _PLAIN = (bool, int, float, str, type(None))
-_RUN = ("1f1b", "gpipe", "interleaved")
 _MAKE_GRADIENTS = ("backward", "weight_gradient")  # kinds of computations whose end completes a microbatch's gradients
 
 
@@ -81,10 +82,11 @@ class TrainStep:
     ) -> None:
         """model: a PipelineModel, or any module where pipeline = 1. loss(output, target): returns (sum, count), a 0-d
         sum over the rows it counts and how many those are (a number or 0-d tensor). microbatches: equal parts of this
-        data rank's rows, run one by one. schedule: `1f1b`, `gpipe` or, for a model with chunks in a loop,
-        `interleaved`; or a function (stages, microbatches) -> for each rank, its `Compute`s in order, see
-        `engine.pipeline.schedule`. clip_grad_norm: clip gradients to this global 2-norm. loss_scale: for fp16, see
-        LossScaler: a step whose gradient norm is not finite then updates nothing, on any rank. None does not look.
+        data rank's rows, run one by one. schedule: `1f1b`, `gpipe`, `zero_bubble`, for a model with chunks in a loop
+        `interleaved`, for one with two in a V `zero_bubble_v`; or a function (stages, microbatches) -> for each rank,
+        its `Compute`s in order, see `engine.pipeline.schedule`. clip_grad_norm: clip gradients to this global 2-norm.
+        loss_scale: for fp16, see LossScaler: a step whose gradient norm is not finite then updates nothing, on any
+        rank. None does not look.
 
         Raises UsageError on every rank, before anything is sent, for options that cannot work or differ between the
         ranks, and for a schedule that cannot run, with the action at fault; LayoutError for a schedule that does not
@@ -105,10 +107,12 @@ class TrainStep:
             raise UsageError("the optimizer was built over another model: pass ZeroOptimizer the model of this step")
         self.model, self.optimizer, self.loss, self.mesh = model, optimizer, loss, mesh
         self.microbatches, self.clip_grad_norm = microbatches, clip_grad_norm
-        self._executor = Executor(model, mesh.pipeline, mesh.device)
+        self._executor = Executor(model, mesh.pipeline, mesh.device, WeightGradients(optimizer.gradient_sinks()))
         self._training, named = self._planned(schedule)
         computed = [each for each in self._training if isinstance(each, Compute) and each.kind in _MAKE_GRADIENTS]
         self._last = set({each.stage: each for each in computed}.values())  # of each virtual stage here, in a step
+        self._schedule = schedule if isinstance(schedule, str) else getattr(schedule, "__name__", "own")
+        self._recording: Recording | None = None
         self._evaluations: dict[int, Program] = {}
         scaler = loss_scale if isinstance(loss_scale, LossScaler) or loss_scale is None else LossScaler(loss_scale)
         self.scaler = scaler
@@ -150,8 +154,9 @@ class TrainStep:
             self._add(sums, total, count)
             return total if self.scaler is None else self.scaler.scale(total)
 
-        with self._random_stream("step"), torch.enable_grad():
-            self._executor.run(self._training, batches, finish, self._around(_rows(inputs, targets)))
+        placed = self._around(_rows(inputs, targets))
+        with self._random_stream("step"), torch.enable_grad(), self._recorded(placed) as around:
+            self._executor.run(self._training, batches, finish, around)
         self.steps += 1
         loss, tokens = self._share(sums)
         divisor = torch.where(tokens == 0, torch.ones_like(tokens), tokens)
@@ -164,6 +169,21 @@ class TrainStep:
             self.optimizer.step()
         told = torch.tensor(skipped, device=self.mesh.device), torch.full_like(loss, scale)
         return StepResult(loss, grad_norm, tokens, *told)
+
+    @contextmanager
+    def record(self) -> Iterator[Recording]:
+        """Record when each computation of the training steps inside the block begins and ends, on every rank.
+
+        Every rank of the mesh must enter it around the same steps; `save(path)` of what it gives writes them. The ranks
+        of a pipeline meet at the start of each such step. Raises UsageError inside another record().
+        """
+        if self._recording is not None:
+            raise UsageError("this step is being recorded already: leave the record() around it first")
+        self._recording = Recording(self.mesh, self._schedule, self._executor.virtual, self.microbatches)
+        try:
+            yield self._recording
+        finally:
+            self._recording = None
 
     def evaluate(self, inputs: Any, targets: Any, loss: Loss | None = None) -> Evaluation:
         """Return the loss over all data ranks' rows, without gradients, in eval mode; the mode and the generators are
@@ -216,21 +236,10 @@ class TrainStep:
 
     def _planned(self, schedule: str | Schedule) -> tuple[Program, object]:
         """Return this rank's program of a step, verified, and what tells schedules apart."""
-        if isinstance(schedule, str) and schedule in SCHEDULES and schedule not in _RUN:
-            raise UsageError(
-                f"schedule={schedule!r} computes weight gradients apart from input gradients, which TrainStep cannot "
-                f"do yet: choose {', '.join(_RUN)}"
-            )
-        plan = schedule if callable(schedule) else schedule_named(schedule, among=_RUN)
+        plan = schedule if callable(schedule) else schedule_named(schedule)
         stages = self._executor.virtual
         actions = plan(stages, self.microbatches)
         program = verify(actions, stages, self.microbatches)[self.mesh.pipeline.rank]
-        apart = next((a for each in actions for a in each if a.kind == "weight_gradient"), None)
-        if apart is not None:
-            raise UsageError(
-                f"the schedule has a {apart}, apart from its input gradient, which TrainStep cannot do yet: list a "
-                f"`backward` in place of the two"
-            )
         return program, actions if callable(schedule) else schedule
 
     def _forwards(self, microbatches: int) -> Program:
@@ -304,6 +313,9 @@ class TrainStep:
                 yield
 
         return around
+
+    def _recorded(self, around: Around) -> AbstractContextManager[Around]:
+        return nullcontext(around) if self._recording is None else self._recording.step(around)
 
     def _place_streams(self, rows: int) -> Around:
         """Return what tells the model's Streams, for each forward and backward, the step and which rows of the global

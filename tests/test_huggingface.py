@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -29,7 +31,8 @@ KINDS = {
     "llama, one key head": {"kv": 1},
     "llama, biases, tied": {"kv": 8, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
     "qwen2": {"kv": 2, "tie_word_embeddings": True},
-    "qwen3": {"kv": 2},
+    "qwen3": {"kv": 4},
+    "qwen3, 2 key heads": {"kv": 2},
     "mistral": {"kv": 4, "sliding_window": 3},
     "gpt2": {},
     "bert": {},
@@ -60,24 +63,38 @@ def config_of(kind: str, attention: str) -> Any:
 
 
 class Double:
-    """torch, of which float32 is float64: the models' code takes norms and softmax in float32 whatever their dtype."""
+    """torch, of which float32 is float64."""
 
     def __getattr__(self, name: str) -> Any:
         return torch.float64 if name == "float32" else getattr(torch, name)
 
 
-def build(kind: str, attention: str = "sdpa", head: str = "", device: str = "cpu") -> nn.Module:
-    """Return a model in float64, all of its parameters drawn, norms and biases too."""
+@contextmanager
+def float32_lifted(kind: str) -> Iterator[None]:
+    """Run the block with float64 where the model's code takes float32 whatever its dtype: in norms and the eager
+    softmax of Llama, Qwen and Mistral.
+    """
+    module: Any = sys.modules[model_class(kind).__module__]
+    module.torch = Double()
+    try:
+        yield
+    finally:
+        module.torch = torch
+
+
+def model_class(kind: str, head: str = "") -> Any:
     import transformers
 
     heads = {"gpt2": "GPT2LMHeadModel", "bert": "BertForMaskedLM"}
     name = kind.split(",")[0]
-    default = heads.get(name, f"{name.capitalize()}ForCausalLM")
-    model_class = getattr(transformers, head or default)
-    sys.modules[model_class.__module__].torch = Double()  # type: ignore[attr-defined]
+    return getattr(transformers, head or heads.get(name, f"{name.capitalize()}ForCausalLM"))
+
+
+def build(kind: str, attention: str = "sdpa", head: str = "", device: str = "cpu") -> nn.Module:
+    """Return a model in float64, all of its parameters drawn, norms and biases too."""
     torch.manual_seed(7)
     with torch.device(device):
-        model = model_class(config_of(kind, attention)).double().eval()
+        model = model_class(kind, head)(config_of(kind, attention)).double().eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if not parameter.is_meta:
@@ -93,44 +110,59 @@ IDS = torch.tensor([[3, 66, 33, 34, 17, 0], [5, 16, 50, 51, 2, 1]])
 MASK = torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0]])
 
 
-def compare(mesh: Mesh, kind: str) -> dict[str, Any]:
-    errors: dict[str, Any] = {"logits": 0.0, "gradients": 0.0, "sizes": []}
-    for attention in ("eager", "sdpa"):
-        plain = build(kind, attention)
-        expected = plain(IDS, attention_mask=MASK).logits
-        (expected * wave(*expected.shape)).sum().backward()
-        model = build(kind, attention)
-        assert parallelize(model, mesh.tensor, huggingface_plan(model)) is model
-        optimizer = engine.zero.ZeroOptimizer(model, torch.optim.SGD, mesh, lr=0.0)
-        logits = model(IDS, attention_mask=MASK).logits
-        assert logits.shape == expected.shape
-        (logits * wave(*logits.shape)).sum().backward()
-        norm = optimizer.finish_gradients(1.0)
-        gradients = optimizer.full_gradients()
-        errors["logits"] = max(errors["logits"], (logits - expected).abs().max().item())
-        named = dict(plain.named_parameters())
-        assert list(gradients) == list(named), "a tied parameter is one"
-        for name, parameter in named.items():
-            wanted = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            scale = max(1.0, float(wanted.abs().max()))
-            errors["gradients"] = max(errors["gradients"], float((gradients[name] - wanted).abs().max()) / scale)
-        norms = [p.grad.norm() for p in named.values() if p.grad is not None]
-        errors["norm"] = float((norm - torch.stack(norms).norm()).abs() / norm)
-        errors["sizes"].append(sum(p.numel() for p in model.parameters()) / sum(p.numel() for p in named.values()))
+def compare(mesh: Mesh, kind: str, lifted: bool) -> dict[str, Any]:
+    errors: dict[str, Any] = {"logits": 0.0, "gradients": 0.0, "norm": 0.0, "sizes": []}
+    with float32_lifted(kind) if lifted else nullcontext():
+        for attention in ("eager", "sdpa"):
+            compare_one(mesh, kind, attention, errors)
     return errors
 
 
+def compare_one(mesh: Mesh, kind: str, attention: str, errors: dict[str, Any]) -> None:
+    plain = build(kind, attention)
+    expected = plain(IDS, attention_mask=MASK).logits
+    (expected * wave(*expected.shape)).sum().backward()
+    model = build(kind, attention)
+    assert parallelize(model, mesh.tensor, huggingface_plan(model)) is model
+    optimizer = engine.zero.ZeroOptimizer(model, torch.optim.SGD, mesh, lr=0.0)
+    logits = model(IDS, attention_mask=MASK).logits
+    assert logits.shape == expected.shape
+    (logits * wave(*logits.shape)).sum().backward()
+    norm = optimizer.finish_gradients(1.0)
+    gradients = optimizer.full_gradients()
+    errors["logits"] = max(errors["logits"], (logits - expected).abs().max().item())
+    named = dict(plain.named_parameters())
+    assert list(gradients) == list(named), "a tied parameter is one"
+    for name, parameter in named.items():
+        wanted = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        scale = max(1.0, float(wanted.abs().max()))
+        errors["gradients"] = max(errors["gradients"], float((gradients[name] - wanted).abs().max()) / scale)
+    plain_norm = torch.stack([p.grad.norm() for p in named.values() if p.grad is not None]).norm()
+    errors["norm"] = max(errors["norm"], float((norm - plain_norm).abs() / norm))
+    errors["sizes"].append(sum(p.numel() for p in model.parameters()) / sum(p.numel() for p in named.values()))
+
+
+ROUNDING = torch.finfo(torch.float32).eps / 2
+
+
 @pytest.mark.parametrize("n", [2, 4])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "qwen3, 2 key heads, lifted"])
 def test_logits_and_all_gradients_are_those_of_the_plain_model(world: World, kind: str, n: int) -> None:
-    results = world.run(Layout(tensor=n), compare, kind)
+    """Float32 in the models' own code does no harm: both models round the same numbers alike. But where ranks share a
+    key head, each sends its summand of the head's gradient back through Qwen3's norm of it, which rounds to float32:
+    the rounded summands are not the rounded sum. With float64 there, that difference is gone.
+    """
+    name = kind.removesuffix(", lifted")
+    results = world.run(Layout(tensor=n), compare, name, name != kind)
     logits, gradients = (max(each[what] for each in results) for what in ("logits", "gradients"))
     sys.stdout.write(f"| {kind} | {n} | {logits:.1e} | {gradients:.1e} |\n")  # rows of a table, with pytest -s
+    rounded = kind == "qwen3, 2 key heads" and n == 4
     for each in results:
         assert each["logits"] < 1e-9
-        assert each["gradients"] < 1e-9
-        assert each["norm"] < 1e-9
+        assert each["gradients"] < (16 * ROUNDING if rounded else 1e-9)
+        assert each["norm"] < (16 * ROUNDING if rounded else 1e-9)
         assert max(each["sizes"]) < {2: 0.62, 4: 0.45}[n], "each rank holds its shard only"
+    assert not rounded or gradients > 1e-9, "or there is nothing left to explain"
 
 
 def states(mesh: Mesh, kind: str) -> dict[str, Any]:
@@ -181,7 +213,7 @@ def other_heads(mesh: Mesh) -> dict[str, float]:
         for name, expected in plain(IDS).items():
             got = model(IDS)[name]
             if isinstance(expected, Tensor):
-                errors[f"{head} {name}"] = float((got - expected).abs().max())
+                errors[f"{head} {name}"] = float((got - expected).detach().abs().max())
     return errors
 
 
@@ -244,6 +276,11 @@ def batch(number: int) -> tuple[Tensor, Tensor]:
 
 
 def train(mesh: Mesh, kind: str) -> tuple[list[float], dict[str, Tensor]]:
+    with float32_lifted(kind):
+        return train_lifted(mesh, kind)
+
+
+def train_lifted(mesh: Mesh, kind: str) -> tuple[list[float], dict[str, Tensor]]:
     model = build(kind)
     parallelize(model, mesh.tensor, huggingface_plan(model))
     optimizer = engine.zero.ZeroOptimizer(model, torch.optim.AdamW, mesh, **ADAMW)
@@ -257,15 +294,19 @@ def train(mesh: Mesh, kind: str) -> tuple[list[float], dict[str, Tensor]]:
 
 @pytest.mark.parametrize("kind", ["qwen3", "gpt2"])
 def test_training_follows_plain_training_beside_data_parallelism(world: World, kind: str) -> None:
+    """With float32 lifted: TrainStep divides by the number of tokens after backward, plain PyTorch before it, and
+    rounding to float32 in between is not the same.
+    """
     plain = build(kind)
     optimizer = torch.optim.AdamW(plain.parameters(), **ADAMW)
     norms = []
-    for number in range(3):
-        optimizer.zero_grad()
-        ids, target = batch(number)
-        F.cross_entropy(plain(ids).logits.flatten(0, 1), target.flatten()).backward()
-        norms.append(nn.utils.clip_grad_norm_(plain.parameters(), 1.0).item())
-        optimizer.step()
+    with float32_lifted(kind):
+        for number in range(3):
+            optimizer.zero_grad()
+            ids, target = batch(number)
+            F.cross_entropy(plain(ids).logits.flatten(0, 1), target.flatten()).backward()
+            norms.append(nn.utils.clip_grad_norm_(plain.parameters(), 1.0).item())
+            optimizer.step()
     # A key's bias moves all scores of a row alike: its exact gradient is 0, and what is there is rounding.
     for got, state in world.run(Layout(data=2, tensor=2), train, kind):
         assert got == pytest.approx(norms, rel=1e-9)

@@ -23,7 +23,7 @@ from tests.test_parity import ADAMW, TOLERANCE, worst_error
 from tests.world import World, WorldError, refusals
 
 SIZES = {"layers": 6, "hidden": 8, "heads": 2, "sequence": 4, "vocabulary": 12}
-STEPS = 2
+STEPS = 3
 
 
 @dataclass(frozen=True)
@@ -35,12 +35,15 @@ class Case:
     chunks: int = 2
     placement: str = "loop"
     stage: int = 2
+    balance: Any = "uniform"
+    sequence_parallel: bool = False
 
     def __str__(self) -> str:
         name = self.schedule if isinstance(self.schedule, str) else self.schedule.__name__
         size = f"d{self.layout.data}p{self.layout.pipeline}t{self.layout.tensor}"
         tied = "tied" if self.tied else "own"
-        return f"{name}-{size}-c{self.chunks}{self.placement}-m{self.microbatches}-z{self.stage}-{tied}"
+        more = ("" if self.balance == "uniform" else "-uneven") + ("-sequence" if self.sequence_parallel else "")
+        return f"{name}-{size}-c{self.chunks}{self.placement}-m{self.microbatches}-z{self.stage}-{tied}{more}"
 
 
 def eager(stages: Stages, microbatches: int) -> list[list[Compute]]:
@@ -90,9 +93,9 @@ def batches_of(case: Case) -> list[tuple[Tensor, Tensor]]:
 
 
 def train(mesh: engine.Mesh, case: Case) -> dict[str, Any]:
-    config = GPTConfig(**SIZES, tied=case.tied)
+    config = GPTConfig(**SIZES, tied=case.tied, sequence_parallel=case.sequence_parallel)
     layers = gpt_layers(config, mesh.tensor, torch.float64)
-    model = PipelineModel(layers, mesh, balance="uniform", chunks=case.chunks, placement=case.placement)
+    model = PipelineModel(layers, mesh, balance=case.balance, chunks=case.chunks, placement=case.placement)
     result: dict[str, Any] = {"start": engine.full_state_dict(model, mesh), "losses": [], "norms": [], "gradients": []}
     optimizer = engine.zero.ZeroOptimizer(model, torch.optim.AdamW, mesh, stage=case.stage, bucket_mib=0.003, **ADAMW)
     options: dict[str, Any] = {"microbatches": case.microbatches, "schedule": case.schedule, "clip_grad_norm": 0.05}
@@ -120,6 +123,10 @@ def train(mesh: engine.Mesh, case: Case) -> dict[str, Any]:
 
 @pytest.mark.parametrize("case", [*GRID, *OTHERS], ids=str)
 def test_training_with_chunks_equals_plain_pytorch(world: World, case: Case) -> None:
+    check_against_plain(world, case)
+
+
+def check_against_plain(world: World, case: Case) -> None:
     results = world.run(case.layout, train, case)
     plain = plain_gpt(**SIZES, tied=case.tied).double()
     plain.load_state_dict(results[0]["start"])
@@ -229,11 +236,11 @@ def ties(index: int) -> dict[str, str] | None:
     return {"k": "linear.weight"} if index in (1, 2, 5) else None
 
 
-def train_layers(mesh: engine.Mesh, schedule: str, placement: str, frozen: int) -> Any:
-    each = 8 // (2 * mesh.layout.pipeline)
+def train_layers(mesh: engine.Mesh, schedule: str, chunks: int, placement: str, frozen: int) -> Any:
+    each = 8 // (chunks * mesh.layout.pipeline)
     # A stage may change what it receives. Between layers of one stage plain PyTorch forbids it.
     specs = [LayerSpec(Layer, in_place=i > 0 and i % each == 0, tied=ties(i)) for i in range(8)]
-    model = PipelineModel(specs, mesh, balance="uniform", chunks=2, placement=placement)
+    model = PipelineModel(specs, mesh, balance="uniform", chunks=chunks, placement=placement)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(int(name.split(".")[0]) >= frozen)
     start = engine.full_state_dict(model, mesh)
@@ -243,12 +250,15 @@ def train_layers(mesh: engine.Mesh, schedule: str, placement: str, frozen: int) 
     return start, [(r.loss.item(), r.grad_norm.item()) for r in results], engine.full_state_dict(model, mesh)
 
 
-@pytest.mark.parametrize(("schedule", "placement"), [("interleaved", "loop"), ("gpipe", "v")])
+@pytest.mark.parametrize(
+    ("schedule", "chunks", "placement"),
+    [("interleaved", 2, "loop"), ("gpipe", 2, "v"), ("zero_bubble", 1, "loop"), ("zero_bubble_v", 2, "v")],
+)
 @pytest.mark.parametrize(("ranks", "frozen"), [(2, 0), (4, 0), (2, 1), (1, 0)])
 def test_ties_in_the_middle_frozen_stages_and_inputs_changed_in_place(
-    world: World, schedule: str, placement: str, ranks: int, frozen: int
+    world: World, schedule: str, chunks: int, placement: str, ranks: int, frozen: int
 ) -> None:
-    start, steps, weights = world.run(Layout(pipeline=ranks), train_layers, schedule, placement, frozen)[-1]
+    start, steps, weights = world.run(Layout(pipeline=ranks), train_layers, schedule, chunks, placement, frozen)[-1]
     plain = nn.Sequential(*(Layer(in_place=False) for _ in range(8)))
     for index in (2, 5):
         plain[index].linear.weight = plain[1].linear.weight
@@ -339,11 +349,6 @@ def nothing(stages: Stages, microbatches: int) -> Any:
     return []
 
 
-def apart(stages: Stages, microbatches: int) -> Any:
-    kinds = ("forward", "input_gradient", "weight_gradient")
-    return [[Compute(k, r, i) for i in range(microbatches) for k in kinds] for r in range(stages.ranks)]
-
-
 def refuse(mesh: engine.Mesh, chunks: int) -> list[str]:
     model = PipelineModel([LayerSpec(Layer, in_place=False) for _ in range(4)], mesh, balance="uniform", chunks=chunks)
     optimizer = engine.zero.ZeroOptimizer(model, torch.optim.SGD, mesh, lr=0.1)
@@ -352,8 +357,8 @@ def refuse(mesh: engine.Mesh, chunks: int) -> list[str]:
         return engine.TrainStep(model, optimizer, squared, mesh, microbatches=2, schedule=schedule)
 
     fits, other = ("1f1b", "interleaved") if chunks == 1 else ("interleaved", "1f1b")
-    names = (other, "zero_bubble", "zero_bubble_v", "gpip", 5)
-    functions = (backward_first, never_ends, apart, nothing) if chunks == 1 else ()
+    names = (other, "zero_bubble_v", "gpip", 5)
+    functions = (backward_first, never_ends, nothing) if chunks == 1 else ("zero_bubble",)
     with mesh.ledger as ledger:
         texts = refusals([lambda s=s: make(s) for s in (*names, *functions)])
     differ = refusals([lambda: make("gpipe" if mesh.rank else eager)])
@@ -362,11 +367,9 @@ def refuse(mesh: engine.Mesh, chunks: int) -> list[str]:
 
 
 BROKEN = [
-    "schedule='zero_bubble' computes weight gradients apart from input gradients, which TrainStep cannot do yet: "
-    "choose 1f1b, gpipe, interleaved",
-    "schedule='zero_bubble_v' computes weight gradients apart",
-    "schedule='gpip' (did you mean 'gpipe'?): choose 1f1b, gpipe, interleaved",
-    "schedule=5: choose 1f1b, gpipe, interleaved",
+    "zero_bubble_v needs 2 chunks on each rank, placed in a V, not ",
+    "schedule='gpip' (did you mean 'gpipe'?): choose 1f1b, gpipe, interleaved, zero_bubble, zero_bubble_v",
+    "schedule=5: choose 1f1b, gpipe, interleaved, zero_bubble, zero_bubble_v",
 ]
 
 
@@ -376,7 +379,6 @@ def test_schedules_that_cannot_run_are_refused_on_every_rank_before_anything_is_
         *BROKEN,
         "rank 1, action 0 (backward of stage 1, microbatch 0): its forward has not run: list that before it",
         "deadlock: rank 0 waits, before backward of stage 0, microbatch 0",
-        "the schedule has a weight gradient of stage 0, microbatch 0, apart from its input gradient, which TrainStep ",
         "a list of actions for each of the 2 ranks, not 0 lists",
         "TrainStep's options differs over axis 'world'",
         "0",
@@ -388,6 +390,7 @@ def test_schedules_that_cannot_run_are_refused_on_every_rank_before_anything_is_
 
 def test_schedules_that_do_not_fit_the_chunks_are_refused(world: World) -> None:
     for texts in world.run(Layout(pipeline=2), refuse, 2):
-        expected = ["1f1b has one chunk on each rank, not 2 on 2 ranks, placement='loop'", *BROKEN, "differs", "0"]
+        not_two = "has one chunk on each rank, not 2 on 2 ranks, placement='loop'"
+        expected = [f"1f1b {not_two}", *BROKEN, f"zero_bubble {not_two}", "differs", "0"]
         for text, part in zip(texts, expected, strict=True):
             assert part in text

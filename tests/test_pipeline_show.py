@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from matplotlib.colors import to_rgb
 
-from engine.pipeline.plot import COLOURS, IDLE, figure_of
+from engine.pipeline.plot import COLOURS, IDLE, Panel, figure_of
 from engine.pipeline.schedules import SCHEDULES
 from engine.pipeline.show import main, timeline_of, title_of
 
@@ -30,7 +30,7 @@ def test_the_kinds_differ_in_lightness_alone() -> None:
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_every_computation_is_a_box_with_its_microbatch_at_its_time(name: str) -> None:
     timeline = timeline_of(name, 3, 5)
-    axes = figure_of(timeline, "", unit="").axes[0]
+    axes = figure_of([Panel("", timeline)]).axes[0]
     wanted = sorted(
         (rank, round(e.start, 9), round(e.end, 9), COLOURS[e.action.kind])
         for rank, events in enumerate(timeline.ranks)

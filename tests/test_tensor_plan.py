@@ -275,7 +275,7 @@ REFUSED: list[tuple[Plan, tuple[str, ...]]] = [
     (plan_of(**{"blocks.*.norm.bias": Sharded(dim=1)}), ("dim=1 is outside its shape (16,)",)),
     (
         plan_of(pool=Column(parts=(8, 9))),
-        ("'pool' (plan key 'pool'): ", "=16 is not the sum 17 of parts=(8, 9)"),
+        ("'pool' (plan key 'pool'): ", "its parts are 8 + 9 = 17 elements, but dim 0 has 16"),
     ),
     (
         plan_of(pool=Column(parts=(13, 3))),

@@ -4,6 +4,7 @@ is cut already, what fails on one rank only.
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -115,6 +116,14 @@ def test_what_is_cut_already_is_not_cut_again(styles: Any, attributes: Any, part
     before = placements_of(model)
     assert part in both(model, Plan(styles, attributes))
     assert placements_of(model) == before
+
+
+def test_a_plan_of_attributes_alone_is_not_applied_twice() -> None:
+    plan = Plan({}, {"a": {"heads": Divided()}})
+    model = copy.deepcopy(parallelize(nn.ModuleDict({"a": Heads(), "b": Heads()}), planned(), plan))
+    assert "'heads' of 'a' was changed by a plan before, to 18, and would be divided once more" in both(model, plan)
+    parallelize(model, planned(), Plan({}, {"b": {"heads": Divided()}}))
+    assert [model[each].heads for each in "ab"] == [18, 18]
 
 
 def test_a_second_plan_may_cut_the_rest() -> None:

@@ -139,7 +139,7 @@ def train_plain(start: dict[str, Tensor]) -> tuple[list[float], dict[str, Tensor
 GRID = [
     (Layout(data=2), ("1f1b",), 1),
     (Layout(data=4), ("gpipe",), 1),
-    (Layout(data=2, pipeline=2), ("1f1b",), 1),
+    (Layout(data=2, pipeline=2), ("1f1b", "zero_bubble"), 1),
     (Layout(data=2, pipeline=2), ("interleaved",), 2),
     (Layout(data=2, pipeline=2, tensor=2), ("1f1b",), 1),
 ]
@@ -262,6 +262,51 @@ def untold(mesh: engine.Mesh) -> list[float]:
 
 def test_backwards_that_nobody_announced_are_reduced_at_the_end(world: World) -> None:
     assert world.run(Layout(data=2), untold) == [[18.0, 20.0, 0.0, 0.0, 0.0]] * 2
+
+
+class Product(nn.Module):
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.zeros(2, 3, dtype=dtype))
+        self.second = nn.Parameter(torch.zeros(2, 3, dtype=dtype))
+
+
+def products(mesh: engine.Mesh, cases: list[tuple[int, str, torch.dtype]]) -> list[Any]:
+    """A gradient handed over as factors, before and after what autograd makes, and one by hand."""
+    found = []
+    for stage, accumulate, dtype in cases:
+        model = Product(dtype)
+        optimizer = ZeroOptimizer(
+            model, torch.optim.SGD, mesh, stage=stage, accumulate=accumulate, bucket_mib=1e-9, lr=1.0
+        )
+        sinks = optimizer.gradient_sinks()
+        left = torch.tensor([[1.0, 2.0], [0.0, 1.0]], dtype=dtype)
+        right = torch.tensor([[1.0, 0.0, 1.0], [2.0, 1.0, 0.0]], dtype=dtype) * (mesh.rank + 1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            for number in range(2):
+                with optimizer.microbatch(last=number == 1):
+                    sinks[id(model.second)].add(left, right)
+                    (model.first.sum() + model.second.sum()).backward()
+                    sinks[id(model.first)].add(left, right)
+                    sinks[id(model.first)].add(left, right)
+            if number:
+                model.second.grad = None if model.second.grad is None else model.second.grad.clone()
+            optimizer.finish_gradients()
+            optimizer.step()
+        found.append([[(-p.float() / 3).tolist() for p in (model.first, model.second)]])
+    return found
+
+
+@pytest.mark.parametrize("transport", ["torch", None])
+def test_gradients_that_are_handed_over_as_factors_arrive_as_autograds_do(world: World, transport: str | None) -> None:
+    # left^T right is [[1, 0, 1], [4, 1, 2]], on the second rank twice that: over ranks and microbatches 6 times.
+    once = torch.tensor([[1.0, 0.0, 1.0], [4.0, 1.0, 2.0]])
+    wanted = [[(12 * once + 4).tolist(), (6 * once + 4).tolist()]]
+    cases = [(*mode, dtype) for mode in MODES for dtype in (torch.float64, torch.bfloat16)]
+    for found in world.run(Layout(data=2), products, cases, **({"transport": transport} if transport else {})):
+        for case, values in zip(cases, found, strict=True):
+            assert values == wanted, case
 
 
 # ---- memory --------------------------------------------------------------------------------------------------------

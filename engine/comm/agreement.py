@@ -100,6 +100,19 @@ class Agreement(Messages):
 
         return self._run(call, start, lambda: box[0], None, False)
 
+    def compared(self, numbers: Tensor) -> Tensor:
+        """Return every rank's `numbers` (n,), for a check of values, as (ranks, n). As all that checks send, it is not
+        in the ledger. All ranks of the group call it with as many numbers of one dtype.
+        """
+        every = numbers.new_empty(self.size * numbers.numel())
+        call = self._call("all_gather", numbers, (every,))
+        counts, self._ledger.on = self._ledger.on, False
+        try:
+            self._run(call, lambda t: t.all_gather(every, numbers), lambda: None, every, False)
+        finally:
+            self._ledger.on = counts
+        return every.view(self.size, -1)
+
     def check_equal(self, what: str, value: object) -> None:
         """Check that `repr(value)` is the same on every rank of the group: a configuration, a list of names and shapes.
 
@@ -109,10 +122,7 @@ class Agreement(Messages):
             return
         text = repr(value)
         digest = torch.tensor(list(hashlib.sha256(text.encode()).digest()), dtype=torch.int32, device=self.device)
-        digests = digest.new_empty(self.size * digest.numel())
-        call = self._call("all_gather", digest, (digests,))
-        self._run(call, lambda t: t.all_gather(digests, digest), lambda: None, digests, False)
-        every = digests.view(self.size, -1)
+        every = self.compared(digest)
         different = (every != every[0]).any(dim=1).nonzero().flatten().tolist()
         if not different:
             return

@@ -102,7 +102,6 @@ def result_like(label: object, x: Tensor, shape: list[int], out: Tensor | None) 
         return x.new_empty(shape)
     if list(out.shape) != shape or out.dtype != x.dtype:
         raise UsageError(f"{label}: out is {shape_of(out)}, but {shape_of(x)} gives {x.dtype} {tuple(shape)}")
-    mark_changed(out)
     return out
 
 
@@ -147,6 +146,8 @@ def average(x: Tensor, op: str, size: int) -> None:
 
 def write(target: Tensor, source: Tensor) -> Tensor:
     """Copy `source` into `target`, whatever the strides of both, and return it."""
+    if not (target.requires_grad or source.requires_grad or target.is_inference()):
+        return target.copy_(source)  # entering a mode costs more than a small copy
     with outside_autograd(target):
         return target.copy_(source)
 
@@ -162,6 +163,12 @@ def overlap(a: Tensor, b: Tensor) -> bool:
         return False
     (start, stop), (first, last) = stretch(a), stretch(b)
     return start < last and first < stop
+
+
+def clash(part: Tensor, whole: Tensor, index: int) -> bool:
+    """Whether contiguous `part` shares memory with contiguous `whole` and is not its part `index`."""
+    apart = part.data_ptr() - whole.data_ptr()
+    return -part.nbytes < apart < whole.nbytes and apart != index * part.nbytes
 
 
 def stretch(x: Tensor) -> tuple[int, int]:

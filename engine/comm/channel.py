@@ -16,7 +16,7 @@ from engine.comm.algorithms import plan_for
 from engine.comm.algorithms.compress import Compressed
 from engine.comm.algorithms.plan import Hosts, Plan, block
 from engine.comm.algorithms.run import Messenger, Operation, start_plan, writes_only
-from engine.comm.arguments import check_reduction, check_tensors
+from engine.comm.arguments import check_reduction, check_tensors, mark_changed
 from engine.comm.call import Call
 from engine.comm.checks import Expected, check_call
 from engine.comm.choice import NATIVE, OPERATIONS, Choice, Thresholds, algorithms_of
@@ -109,6 +109,11 @@ class Channel:
         return self._transport is None or self._transport.overlaps
 
     @property
+    def checks(self) -> bool:
+        """Whether mistakes are looked for that cost something to find, as `engine.init(checks=True)` asks."""
+        return self._checks
+
+    @property
     def reads_in_place(self) -> bool:
         """Whether the ranks read tensors of `allocate` where they lie."""
         return self._transport is not None and self._transport.reads_in_place
@@ -198,7 +203,12 @@ class Channel:
         return known
 
     def _running(
-        self, plan: Plan, at: Callable[[int, int], Tensor], op: str, like: Tensor, initial: Tensor | None = None
+        self,
+        plan: Plan,
+        at: Callable[[int, int], Tensor],
+        op: str,
+        like: Tensor,
+        initial: Callable[[], Tensor] | None = None,
     ) -> Works:
         """Start a plan over this group's messages, see `Running`."""
         assert self._messenger is not None
@@ -216,8 +226,11 @@ class Channel:
         finish: Callable[[], _R],
         buffers: object,
         async_op: bool,
+        changes: Tensor | None = None,
     ) -> _R | Work:
-        """Start a call and, unless it is asynchronous, wait for it. `finish` makes the result once it is done."""
+        """Start a call and, unless it is asynchronous, wait for it. `finish` makes the result once it is done.
+        changes: what the backend writes, which autograd is told once it is under way.
+        """
         transport = self._live(call)
         if call.messages is None:
             self.sequence += 1
@@ -226,6 +239,8 @@ class Channel:
         self.since = started = time.perf_counter()
         try:
             works = start(transport.queued() if async_op else transport)
+            if changes is not None:
+                mark_changed(changes)
             # Rounds after the first need this thread. If they ran in the caller's own order of waiting, ranks that
             # wait in different orders would wait for each other.
             if not async_op or (works and isinstance(works[0], Operation) and works[0].in_rounds):

@@ -16,13 +16,12 @@ from torch import Tensor
 
 from engine.comm.agreement import Agreement
 from engine.comm.algorithms.compress import WIRE_DTYPES
-from engine.comm.algorithms.plan import block
 from engine.comm.arguments import (
     average,
     check_dim,
     check_peer,
+    clash,
     flat,
-    mark_changed,
     on_the_wire,
     overlap,
     plain,
@@ -107,7 +106,7 @@ class Communicator(Agreement):
             return self._in_place(
                 call, async_op, lambda _, wire, __: self._compressed(flat(wire), wire_dtype, flat(wire), share=True)
             )
-        if self.size > 1 and self._choose(call, x.numel() * x.element_size(), algorithm, async_op) != "native":
+        if self.size > 1 and self._choose(call, x.nbytes, algorithm, async_op) != "native":
             return self._in_place(call, async_op, lambda _, wire, wire_op: self._planned_run(call, flat(wire), wire_op))
         return self._in_place(call, async_op, lambda t, wire, wire_op: t.all_reduce(wire, wire_op))
 
@@ -128,14 +127,12 @@ class Communicator(Agreement):
         native = self._choose(call, nbytes, algorithm, async_op) == "native"
 
         def start(t: Calls) -> Works:
-            works = t.broadcast(buffer, src) if native else self._planned_run(call, flat(buffer), "sum")
-            mark_changed(x)
-            return works
+            return t.broadcast(buffer, src) if native else self._planned_run(call, flat(buffer), "sum")
 
         def finish() -> Tensor:
             return x if buffer is x or self.rank == src else write(x, buffer)
 
-        return self._run(call, start, finish, (x, buffer), async_op)
+        return self._run(call, start, finish, (x, buffer), async_op, changes=x)
 
     @overload
     def reduce(
@@ -151,7 +148,7 @@ class Communicator(Agreement):
         """Reduce `x` over the group into rank `dst`'s tensor; the others' stay as they were. Returns `x`."""
         call = self._call("reduce", x, (x,), op, dst, algorithm)
         check_peer(call, dst, self.size, "dst")
-        if self.size > 1 and self._choose(call, x.numel() * x.element_size(), algorithm, async_op) != "native":
+        if self.size > 1 and self._choose(call, x.nbytes, algorithm, async_op) != "native":
             return self._in_place(call, async_op, lambda _, wire, wire_op: self._planned_run(call, flat(wire), wire_op))
         return self._in_place(call, async_op, lambda t, buffer, wire_op: t.reduce(buffer, dst, wire_op))
 
@@ -211,14 +208,12 @@ class Communicator(Agreement):
         wire, wire_op = on_the_wire(plain(x if dim == 0 else x.movedim(dim, 0)), op)
         direct = dim == 0 and plain(result) is result
         target = result if direct else torch.empty_like(wire[: shape[dim]], dtype=x.dtype)
-        if direct and overlap(result, wire) and result.data_ptr() != wire[self.rank * shape[0] :].data_ptr():
+        if direct and out is not None and clash(result, wire, self.rank):
             raise UsageError(
                 f"{call}: out shares memory with the input and is not this rank's part of it: give it its own"
             )
         into = on_the_wire(target, op)[0]
-        native = (
-            wire_dtype is not None or self._choose(call, x.numel() * x.element_size(), algorithm, async_op) == "native"
-        )
+        native = wire_dtype is not None or self._choose(call, x.nbytes, algorithm, async_op) == "native"
 
         def start(t: Calls) -> Works:
             if wire_dtype is not None:
@@ -229,7 +224,7 @@ class Communicator(Agreement):
             average(target, op, self.size)
             return result if direct else write(result, target.movedim(0, dim))
 
-        return self._run(call, start, finish, (wire, target, x), async_op)
+        return self._run(call, start, finish, (wire, target, x), async_op, changes=result)
 
     @overload
     def all_gather(
@@ -277,17 +272,19 @@ class Communicator(Agreement):
         wire = plain(x if dim == 0 else x.movedim(dim, 0))
         direct = dim == 0 and plain(result) is result
         target = result if direct else wire.new_empty((self.size * wire.shape[0], *wire.shape[1:]))
-        if direct and overlap(result, wire) and wire.data_ptr() != result[self.rank * x.shape[0] :].data_ptr():
+        if direct and out is not None and clash(wire, result, self.rank):
             raise UsageError(
                 f"{call}: the input shares memory with out and is not this rank's part of it: give it its own"
             )
-        native = self._choose(call, target.numel() * target.element_size(), algorithm, async_op) == "native"
+        native = self._choose(call, target.nbytes, algorithm, async_op) == "native"
+
         return self._run(
             call,
             lambda t: t.all_gather(target, wire) if native else self._gather(call, wire, target),
             lambda: result if direct else write(result, target.movedim(0, dim)),
             (wire, target),
             async_op,
+            changes=result,
         )
 
     @overload
@@ -321,6 +318,7 @@ class Communicator(Agreement):
             lambda: result if direct else write(result, target.movedim(0, dim)),
             (wire, target),
             async_op,
+            changes=result,
         )
 
     # ---- inside ----------------------------------------------------------------------------------------------------
@@ -338,19 +336,14 @@ class Communicator(Agreement):
             buffer = x.clone()
         wire, wire_op = on_the_wire(buffer, op)
 
-        def begin(t: Calls) -> Works:
-            works = start(t, wire, wire_op)
-            if receives:
-                mark_changed(x)
-            return works
-
         def finish() -> Tensor:
             if not receives:
                 return x
             average(buffer, op, self.size)
             return x if buffer is x else write(x, buffer)
 
-        return self._run(call, begin, finish, (x, buffer, wire), async_op)
+        changes = x if receives else None
+        return self._run(call, lambda t: start(t, wire, wire_op), finish, (x, buffer, wire), async_op, changes)
 
     def _scratches(self, call: Call) -> bool:
         """Whether what a rank only contributes to a reduction is used as scratch space: by some backends, and by the
@@ -376,31 +369,35 @@ class Communicator(Agreement):
         """
         vector, own = flat(wire), flat(into)
         plan, own_only = self._plan(call, vector.numel())
-        first, last = block(vector.numel(), self.size, self.rank)
-        initial: Tensor | None = vector[first:last]
+        each = own.numel()
+        first, last = self.rank * each, (self.rank + 1) * each
         if not own_only:
             write(own, vector[first:last])
-            vector, initial = vector.clone(), None
+            vector = vector.clone()
 
         def at(start: int, stop: int) -> Tensor:
+            if start == first and stop == last:
+                return own
             inside = first <= start and stop <= last
             return own[start - first : stop - first] if inside else vector[start:stop]
 
-        return self._running(plan, at, op, own, initial)
+        return self._running(plan, at, op, own, (lambda: vector[first:last]) if own_only else None)
 
     def _gather(self, call: Call, wire: Tensor, target: Tensor) -> Works:
         """Start an all-gather by plan: the own block is sent from where it lies, and copied while it flies."""
         vector, source = flat(target), flat(wire)
-        first, last = block(vector.numel(), self.size, self.rank)
+        each = source.numel()
+        first, last = self.rank * each, (self.rank + 1) * each
 
         def at(start: int, stop: int) -> Tensor:
+            if start == first and stop == last:
+                return source
             inside = first <= start and stop <= last
             return source[start - first : stop - first] if inside else vector[start:stop]
 
         works = self._running(self._plan(call, vector.numel())[0], at, "sum", vector)
-        own = vector[first:last]
-        if own.data_ptr() != source.data_ptr():
-            write(own, source)
+        if source.data_ptr() != vector.data_ptr() + first * vector.element_size():
+            write(vector[first:last], source)
         return works
 
     def _check_wire(self, call: Call, wire: torch.dtype, algorithm: str | None) -> None:

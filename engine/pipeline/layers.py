@@ -19,10 +19,12 @@ from engine.comm.mesh import Mesh
 from engine.device import random_stream, stream_seed
 from engine.errors import UsageError, did_you_mean
 from engine.pipeline import partition
+from engine.pipeline.profile import layer_times
+from engine.pipeline.recompute import Recompute, check_recompute, recompute_parts
 from engine.pipeline.schedule import Stages
 from engine.placement import StageModule, Tied, placements_of
 
-_BALANCES = ("compute", "uniform")
+_BALANCES = ("compute", "uniform", "measured")
 
 
 @dataclass(frozen=True, init=False)
@@ -69,8 +71,9 @@ class PipelineModel(StageModule):
     """This rank's stages of a list of layers. Each layer's output is the next one's only argument, as in nn.Sequential.
 
     `virtual`: the virtual stages and their ranks. `stages`: the layers of each virtual stage. `layers`: the indices
-    that live here. `ties`: the parameters that other ranks hold too. Its forward runs this stage's layers: with
-    pipeline = 1 the whole model.
+    that live here. `costs`: of each layer of the model, what stages were balanced by, in seconds where it was measured;
+    None where it was not needed. `ties`: the parameters that other ranks hold too. Its forward runs this stage's
+    layers: with pipeline = 1 the whole model.
     """
 
     def __init__(
@@ -81,18 +84,31 @@ class PipelineModel(StageModule):
         balance: str | Sequence[int] = "compute",
         chunks: int = 1,
         placement: str = "loop",
+        recompute: Recompute = None,
+        sample: Any = None,
     ) -> None:
         """Build this rank's layers on the CPU, under generators seeded by (mesh.seed, layer), and move them to
         mesh.device.
 
         balance: `compute` cuts by the elements of the parameters of two or more dims, embedding tables excepted, a
-        tied head's included, or a spec's own `cost`; `uniform` by number of layers; a list by the number of layers
-        for each stage. chunks: virtual stages on each rank, each a run of layers, for schedules that go through the
-        ranks several times; `balance` then cuts into pipeline x chunks stages. placement: `loop`, stage s is on rank s
-        mod pipeline, or `v`, there and back. Nothing is sent; every rank must pass the same specs.
+        tied head's included, or a spec's own `cost`; `uniform` by number of layers; `measured` by the time of a forward
+        and backward of each layer, which every rank runs, one layer at a time (`engine.pipeline.profile`), whatever the
+        specs' `cost`; a list by the number of layers for each stage. chunks: virtual stages on each rank, each a run of
+        layers, for schedules that go through the ranks several times; `balance` then cuts into pipeline x chunks
+        stages. placement: `loop`, stage s is on rank s mod pipeline, or `v`, there and back.
 
-        Raises LayoutError when the layers do not fill the stages, UsageError for a wrong tie, an unknown placement or a
-        layer whose work cannot be counted.
+        recompute: what keeps only its inputs for backward, where its forward runs again: None, nothing; `full`, every
+        layer; a number k, the layers 0, k, 2 k, ... of the model; a list of patterns, the modules whose names match one
+        (`"*.mlp"`, `"3.attention"`). Dropout has the same masks again, buffers that forward changes change once, and
+        layers that communicate do so again. Such a module may not change its input in place. sample: for `measured`,
+        what layer 0 takes for one microbatch: a tensor, a tuple of arguments or a dict of keywords.
+
+        Every rank must pass the same. Nothing is sent, except that with `recompute` or `measured` all ranks of the mesh
+        talk, and must build the model at the same time.
+
+        Raises LayoutError when the layers do not fill the stages, UsageError for a wrong tie, an unknown placement, a
+        layer whose work cannot be counted or that fails when it is measured, a missing or needless sample, and
+        something to recompute that is not there; the last three on every rank.
         """
         super().__init__()
         self.specs, self.mesh = tuple(specs), mesh
@@ -101,13 +117,16 @@ class PipelineModel(StageModule):
                 raise UsageError(
                     f"PipelineModel takes LayerSpecs, got {type(spec).__name__}: wrap it as LayerSpec(class, ...)"
                 )
+        check_recompute(recompute)
         self.virtual = Stages(mesh.layout.pipeline, chunks, placement)
-        self.stages = _cut(self.specs, self.virtual.count, balance)
+        self.costs = _costs(self.specs, self.virtual.count, balance, mesh, sample)
+        self.stages = _cut(self.costs, len(self.specs), self.virtual.count, balance)
         self.stage = mesh.coordinate.pipeline
         self.layers = tuple(index for stage in self.virtual.on(self.stage) for index in self.stages[stage])
         for index in self.layers:
             self.add_module(str(index), _build(self.specs, index, mesh.seed))
         self.ties = self._tie()
+        recompute_parts(self, recompute, mesh)
         self.to(mesh.device)
 
     @property
@@ -223,17 +242,32 @@ def _share(layer: nn.Module, spec: LayerSpec, first: nn.Module, first_spec: Laye
     layer.get_submodule(owner)._parameters[name] = shared
 
 
-def _cut(specs: Sequence[LayerSpec], stages: int, balance: str | Sequence[int]) -> tuple[range, ...]:
-    if not isinstance(balance, str):
-        return partition.explicit(balance, len(specs), stages)
-    if balance not in _BALANCES:
+def _costs(
+    specs: Sequence[LayerSpec], stages: int, balance: str | Sequence[int], mesh: Mesh, sample: Any
+) -> tuple[float, ...] | None:
+    """Return what each layer costs; None where the cut does not depend on it."""
+    if isinstance(balance, str) and balance not in _BALANCES:
         raise UsageError(
             f"balance={balance!r}{did_you_mean(balance, _BALANCES)}: choose {', '.join(_BALANCES)}, "
             f"or give the number of layers for each stage"
         )
-    if balance == "uniform" or stages == 1 or len(specs) < stages:
-        return partition.uniform(len(specs), stages)
-    return partition.by_cost([_cost(spec, index) for index, spec in enumerate(specs)], stages)
+    if (balance == "measured") != (sample is not None):
+        raise UsageError(
+            "balance='measured' runs the layers, and needs sample=: what layer 0 takes for one microbatch"
+            if sample is None
+            else f"sample= is for balance='measured', and balance is {balance!r}: leave it out"
+        )
+    if balance not in ("compute", "measured") or stages == 1 or len(specs) < stages:
+        return None
+    if balance == "compute":
+        return tuple(_cost(spec, index) for index, spec in enumerate(specs))
+    return layer_times(lambda index: _build(specs, index, mesh.seed), [str(spec) for spec in specs], mesh, sample)
+
+
+def _cut(costs: Sequence[float] | None, layers: int, stages: int, balance: str | Sequence[int]) -> tuple[range, ...]:
+    if not isinstance(balance, str):
+        return partition.explicit(balance, layers, stages)
+    return partition.uniform(layers, stages) if costs is None else partition.by_cost(costs, stages)
 
 
 def _cost(spec: LayerSpec, index: int) -> float:

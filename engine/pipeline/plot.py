@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,20 +31,34 @@ _ROW = 0.86  # height of a rank's boxes, of 1
 _POINTS = 72.0  # of an inch
 
 
-def draw(timeline: Timeline, title: str, path: Path, *, unit: str = "forwards of one rank's layers") -> None:
-    """Draw a timeline as a picture of the kind that `path` ends in, such as .png or .pdf. unit: of its times.
+@dataclass(frozen=True)
+class Panel:
+    """A timeline in a picture."""
+
+    title: str
+    timeline: Timeline
+    unit: str = "forwards of one rank's layers"
+    """Of its times."""
+    memory: str = ""
+    """Unit of its memory."""
+
+
+def draw(panels: Sequence[Panel], path: Path) -> None:
+    """Draw timelines, one below the other and all to one scale, as a picture of the kind that `path` ends in, such as
+    .png or .pdf.
 
     Raises UsageError without matplotlib, or for a kind of picture that it does not make.
     """
-    figure = figure_of(timeline, title, unit=unit)
+    figure = figure_of(panels)
     if path.suffix.removeprefix(".") not in figure.canvas.get_supported_filetypes():
         raise UsageError(f"{path.name} is no kind of picture that can be drawn: end it in .png, .pdf or .svg")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)
 
 
-def figure_of(timeline: Timeline, title: str, *, unit: str) -> Figure:
-    """Return a timeline as a matplotlib figure, as wide as its boxes need for their microbatches' numbers.
+def figure_of(panels: Sequence[Panel]) -> Figure:
+    """Return timelines as a matplotlib figure with axes for each, as wide as its boxes need for their microbatches'
+    numbers.
 
     Of several chunks, a box has a dark foot that is the higher the later its chunk comes in the model. Raises
     UsageError without matplotlib.
@@ -52,27 +67,40 @@ def figure_of(timeline: Timeline, title: str, *, unit: str) -> Figure:
         raise UsageError("a picture needs matplotlib: pip install 'engine3d[examples]', or matplotlib by itself")
     from matplotlib.figure import Figure
 
-    ranks, step = timeline.stages.ranks, timeline.step
-    boxes = [event for events in timeline.ranks for event in events]
-    narrowest = min((event.end - event.start for event in boxes if event.end > event.start), default=1.0)
-    width = min(max(8.0, 0.24 * step / narrowest), 26.0)
-    figure = Figure(figsize=(width + 2.2, 1.7 + 0.52 * ranks), layout="constrained")
-    axes = figure.subplots()
+    timelines = [panel.timeline for panel in panels]
+    step = max(timeline.step for timeline in timelines)
+    boxes = [event for timeline in timelines for events in timeline.ranks for event in events]
+    lengths = sorted(event.end - event.start for event in boxes if event.end > event.start)
+    # Of measured boxes a few may be as narrow as you like: nearly all have room for their number.
+    narrow = lengths[len(lengths) // 20] if lengths else 1.0
+    width = min(max(8.0, 0.24 * step / narrow), 26.0)
+    height = sum(1.0 + 0.52 * timeline.stages.ranks for timeline in timelines)
+    figure = Figure(figsize=(width + 2.2, 0.7 + height), layout="constrained")
+    columns = figure.subplots(len(panels), 1, squeeze=False, height_ratios=[t.stages.ranks + 1 for t in timelines])
+    for axes, panel in zip(columns[:, 0], panels, strict=True):
+        _draw_panel(axes, panel, step, width * _POINTS / step if step else 0.0)
+    _legend(figure, timelines[0], boxes)
+    return figure
+
+
+def _draw_panel(axes: Axes, panel: Panel, step: float, points: float) -> None:
+    """Draw a timeline on an axis of time that is `step` long; points: the width of a unit of time on paper."""
+    timeline = panel.timeline
+    ranks, own = timeline.stages.ranks, timeline.step
     for rank, events in enumerate(timeline.ranks):
-        axes.barh(rank, step, height=_ROW, color=IDLE, edgecolor="#C8C8C8", hatch="////", linewidth=0)
-        _draw_rank(axes, timeline, rank, events, width * _POINTS / step if step else 0.0)
-        note = f"{timeline.busy(rank) / step:.0%} busy, memory {timeline.memory[rank]:.4g}" if step else ""
-        axes.text(step * 1.006, rank, note, va="center", fontsize=8)
+        axes.barh(rank, own, height=_ROW, color=IDLE, edgecolor="#C8C8C8", hatch="////", linewidth=0)
+        _draw_rank(axes, timeline, rank, events, points)
+        if own:
+            held = f", memory {timeline.memory[rank]:.4g} {panel.memory}".rstrip() if timeline.memory else ""
+            axes.text(own + step * 0.006, rank, f"{timeline.busy(rank) / own:.0%} busy{held}", va="center", fontsize=8)
     axes.set_xlim(0, step or 1.0)
     axes.set_ylim(ranks - 0.5, -0.5)
     axes.set_yticks(range(ranks), [_name(timeline, rank) for rank in range(ranks)], fontsize=8)
     axes.tick_params(axis="y", length=0)
-    axes.set_xlabel(f"time, in {unit}", fontsize=8)
+    axes.set_xlabel(f"time, in {panel.unit}", fontsize=8)
     axes.tick_params(axis="x", labelsize=8)
     axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.set_title(title, fontsize=10, loc="left")
-    _legend(figure, timeline, boxes)
-    return figure
+    axes.set_title(panel.title, fontsize=10, loc="left")
 
 
 def _draw_rank(axes: Axes, timeline: Timeline, rank: int, events: Sequence[Event], points: float) -> None:

@@ -6,7 +6,7 @@ gradient and full backward; P ranks, v chunks on each, M microbatches, all ranks
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 
 from engine.errors import LayoutError, UsageError, did_you_mean
 from engine.pipeline.schedule import Compute, Schedule, Stages
@@ -159,6 +159,9 @@ SCHEDULES: dict[str, Schedule] = {
     "zero_bubble_v": zero_bubble_v,
 }
 
+MADE_FOR: dict[str, tuple[int, str]] = {"interleaved": (2, "loop"), "zero_bubble_v": (2, "v")}
+"""By schedule: the chunks of a rank and their placement that it is made for, where these are not one in a loop."""
+
 IN_FLIGHT: dict[str, Callable[[Stages, int, int], int]] = {
     "1f1b": lambda stages, microbatches, rank: min(microbatches, stages.ranks - rank),
     "gpipe": lambda stages, microbatches, _: microbatches * stages.chunks,
@@ -173,10 +176,10 @@ end of the backward or weight gradient. What the docstrings promise, and `verify
 """
 
 
-def schedule_named(name: str, among: Collection[str] = SCHEDULES.keys()) -> Schedule:
-    """Return the schedule called `name`. Raises UsageError for one that is not `among` those offered."""
-    if name not in among:
-        raise UsageError(f"schedule={name!r}{did_you_mean(str(name), among)}: choose {', '.join(among)}")
+def schedule_named(name: str) -> Schedule:
+    """Return the schedule called `name`. Raises UsageError for one that there is not."""
+    if name not in SCHEDULES:
+        raise UsageError(f"schedule={name!r}{did_you_mean(str(name), SCHEDULES)}: choose {', '.join(SCHEDULES)}")
     return SCHEDULES[name]
 
 

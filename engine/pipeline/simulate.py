@@ -25,7 +25,8 @@ class Costs:
     forward: PerStage = 1.0
     input_gradient: PerStage = 1.0
     weight_gradient: PerStage = 1.0
-    """A backward takes an input gradient and a weight gradient."""
+    backward: PerStage | None = None
+    """None: an input gradient and a weight gradient."""
     message: PerStage = 0.0
     """Time on the way between two ranks of an activation or gradient for the stage. Messages from one rank to another
     follow one another.
@@ -56,7 +57,7 @@ class Timeline:
     """Each rank's computations, in order."""
     messages: tuple[Event, ...]
     memory: tuple[float, ...]
-    """The most that activations hold at once, by rank."""
+    """The most that activations hold at once, by rank; empty where it was not measured."""
 
     @property
     def step(self) -> float:
@@ -66,6 +67,15 @@ class Timeline:
     def busy(self, rank: int) -> float:
         """Return how long a rank computes."""
         return sum(event.end - event.start for event in self.ranks[rank])
+
+    def scaled(self, time: float, memory: float) -> Timeline:
+        """Return the same in other units, of which one of these holds so many."""
+
+        def events(each: Sequence[Event]) -> tuple[Event, ...]:
+            return tuple(Event(event.action, event.start * time, event.end * time) for event in each)
+
+        held = tuple(value * memory for value in self.memory)
+        return Timeline(self.stages, tuple(map(events, self.ranks)), events(self.messages), held)
 
     @property
     def bubble(self) -> float:
@@ -86,7 +96,7 @@ def simulate(plan: Plan, stages: Stages, microbatches: int, costs: Costs | None 
             raise LayoutError(f"{name} has {len(value)} costs for {stages.count} virtual stages: give one for each")
 
     def duration(action: Compute) -> float:
-        if action.kind == "backward":
+        if action.kind == "backward" and costs.backward is None:
             return costs.of("input_gradient", action.stage) + costs.of("weight_gradient", action.stage)
         return costs.of(action.kind, action.stage)
 

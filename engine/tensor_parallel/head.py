@@ -17,7 +17,9 @@ from torch.autograd.function import once_differentiable
 from engine.comm.autograd import apply
 from engine.comm.communicator import Communicator
 from engine.errors import DtypeError, LayoutError, UsageError
+from engine.tensor_parallel.checks import check_input
 from engine.tensor_parallel.loss import Criterion, Targets, is_half
+from engine.tensor_parallel.product import autocast
 
 CHUNK_BYTES = 64 * 2**20
 """Memory for a chunk's logits where no chunk_rows are given."""
@@ -74,7 +76,7 @@ def vocab_parallel_linear_cross_entropy(
     """
     call = "vocab_parallel_linear_cross_entropy"
     rows = _checked_shape(call, hidden, weight, bias, target, comm, sequence_dim)
-    hidden, weight, bias = _as_autocast(hidden, weight, bias)
+    hidden, weight, bias = autocast(hidden), autocast(weight), None if bias is None else autocast(bias)
     if {hidden.dtype, weight.dtype} | ({bias.dtype} if bias is not None else set()) != {hidden.dtype}:
         raise DtypeError(
             f"{call}: hidden is {hidden.dtype}, weight {weight.dtype}"
@@ -89,6 +91,8 @@ def vocab_parallel_linear_cross_entropy(
         chunk_rows = _default_chunk(rows, columns, hidden.dtype)
     elif not isinstance(chunk_rows, int) or isinstance(chunk_rows, bool) or chunk_rows < 1:
         raise UsageError(f"{call}: chunk_rows={chunk_rows!r}: a chunk has at least 1 row; None chooses by memory")
+    if comm.checks and comm.size > 1:
+        check_input(hidden, comm, sequence_dim, call)
     return apply(_HeadLoss, hidden, weight, bias, target, criterion, chunk_rows, sequence_dim)
 
 
@@ -132,15 +136,6 @@ def _checked_shape(
             f"not {tuple(target.shape)}"
         )
     return target.numel()
-
-
-def _as_autocast(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return what F.linear would multiply under torch.autocast, which does not reach into backward."""
-    kind = hidden.device.type
-    if kind == "meta" or not torch.is_autocast_enabled(kind) or torch.float64 in (hidden.dtype, weight.dtype):
-        return hidden, weight, bias
-    dtype = torch.get_autocast_dtype(kind)
-    return hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
 
 
 def _default_chunk(rows: int, columns: int, dtype: torch.dtype) -> int:

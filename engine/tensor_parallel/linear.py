@@ -20,9 +20,10 @@ from torch import Tensor, nn
 from engine.comm.autograd import all_gather_split, split_all_gather
 from engine.comm.communicator import Communicator
 from engine.errors import LayoutError, UsageError
-from engine.placement import Placement, cut, divide
+from engine.placement import Placement, divide
+from engine.tensor_parallel.checks import check_input
 from engine.tensor_parallel.product import column_product, row_product
-from engine.tensor_parallel.styles import Parts, as_parts
+from engine.tensor_parallel.styles import Parts, cut_parts
 
 Init = Callable[[Tensor], Any]
 
@@ -230,13 +231,14 @@ class ColumnParallelLinear(_ParallelLinear):
             "this looks like the shard of one rank: the input is the whole, such as a row-parallel layer's output",
         )
         bias = None if self.return_bias else self.bias
+        if comm.checks and comm.size > 1:
+            check_input(x, comm, self.sequence_dim, type(self).__name__)
         if comm.size == 1:
             y = F.linear(x, self.matrix(), bias)
             inner = None if adapter is None else F.linear(x, adapter.a)
         else:
-            y, inner = column_product(
-                x, self.matrix(), bias, None if adapter is None else adapter.a, comm, self.sequence_dim
-            )
+            a = None if adapter is None else adapter.a
+            y, inner = column_product(x, self.matrix(), bias, a, comm, self.sequence_dim, self._padding)
         if adapter is not None and inner is not None:
             y = torch.add(y, F.linear(inner, adapter.b), alpha=adapter.scale)
         if self._padding and not self.gather_output:
@@ -363,19 +365,14 @@ def keep_shard(full: Tensor, placement: Placement, comm: Communicator) -> nn.Par
 
 def _placement(layer: _ParallelLinear, dim: int, size: int, parts: Parts) -> Placement:
     """Return how the weight is cut along `dim`, whose whole size is `size`. Raises LayoutError."""
-    what = f"{type(layer).__name__}: {layer._cut}"
-    over = f"{what} over axis {layer.comm.name!r}"
+    what = f"{type(layer).__name__}: {layer._cut} over axis {layer.comm.name!r}"
     if parts is None:
-        divide(size, layer.comm.size, over)
+        divide(size, layer.comm.size, what)
         return Placement(dim)
-    listed = as_parts(parts) or ()
-    sizes = [part.size for part in listed]
-    if sum(sizes) != size:
-        raise LayoutError(f"{what}={size} is not the sum {sum(sizes)} of parts={tuple(sizes)}: let the two agree")
     try:
-        return cut(dim, listed, layer.comm.size)
+        return cut_parts(dim, parts, size, layer.comm.size)
     except LayoutError as error:
-        raise LayoutError(f"{over}, parts={tuple(sizes)}: {error}") from error
+        raise LayoutError(f"{what}: {error}") from error
 
 
 def _sizes(linear: nn.Linear) -> tuple[int, int]:

@@ -24,6 +24,7 @@ from torch.autograd.function import once_differentiable
 from engine.comm.autograd import apply
 from engine.comm.communicator import Communicator
 from engine.errors import DtypeError, LayoutError, UsageError
+from engine.tensor_parallel.checks import check_part
 from engine.tensor_parallel.embedding import check_ids, local_ids
 
 
@@ -61,7 +62,11 @@ def vocab_parallel_cross_entropy(
     columns = logits.shape[-1]
     total = columns * comm.size if vocabulary is None else vocabulary
     criterion = Criterion(call, comm, columns, total, ignore_index, label_smoothing, z_loss)
-    return apply(_CrossEntropy, logits, criterion.checked(logits, target), criterion)
+    target = criterion.checked(logits, target)
+    if comm.checks and comm.size > 1:
+        fix = "give the shard, as ColumnParallelLinear without gather_output returns it, or use F.cross_entropy"
+        check_part(logits, comm, -1, f"{call}: logits", fix)
+    return apply(_CrossEntropy, logits, target, criterion)
 
 
 @dataclass(frozen=True)

@@ -91,7 +91,9 @@ def _resolved_alike(module: nn.Module, comm: Communicator, plan: Plan) -> Resolu
 
 
 def _set_attributes(root: nn.Module, changes: Sequence[Change]) -> None:
-    """Set all attributes, or none where one cannot be set."""
+    """Set all attributes, or none where one cannot be set. Each module keeps the names of its own that were changed,
+    in `divided_attributes`: of a whole number nobody can see whether it was divided.
+    """
     for number, change in enumerate(changes):
         try:
             setattr(root.get_submodule(change.module), change.attribute, change.new)
@@ -102,6 +104,9 @@ def _set_attributes(root: nn.Module, changes: Sequence[Change]) -> None:
                 f"plan attributes: {change.attribute!r} of {change.module!r} cannot be set from {change.old} to "
                 f"{change.new}: {error}: leave it out of the plan, or let its setter take that"
             ) from error
+    for change in changes:
+        owner = root.get_submodule(change.module)
+        owner.divided_attributes = (*getattr(owner, "divided_attributes", ()), change.attribute)  # type: ignore[assignment]
 
 
 @torch.no_grad()

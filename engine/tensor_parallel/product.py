@@ -19,23 +19,31 @@ from torch.autograd.function import once_differentiable
 
 from engine.comm.autograd import apply, reduce_scatter_all_gather
 from engine.comm.communicator import Communicator
+from engine.weight_gradients import weight_gradient_of
 
 
 def column_product(
-    x: Tensor, weight: Tensor, bias: Tensor | None, adapter: Tensor | None, comm: Communicator, dim: int | None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    adapter: Tensor | None,
+    comm: Communicator,
+    dim: int | None,
+    padding: int,
 ) -> tuple[Tensor, Tensor | None]:
     """Return x W^T + b, and x A^T where there is an adapter A, of which each rank uses only a part.
 
     x: (..., in), equal on all ranks; with `dim` this rank's part along it, gathered here. weight: (out / T, in), bias:
     (out / T,), adapter: (rank, in). Results: (..., out / T) and (..., rank) of the gathered input. Only `x` as it is
-    given is kept for backward. There the input gradient is summed (with `dim`: reduce-scattered) while the others are
+    given is kept for backward. The last `padding` rows of the weight give outputs that have no gradient, and hold
+    anything. In backward the input gradient is summed (with `dim`: reduce-scattered) while the others are
     computed. One backward only.
     """
-    x, weight = _autocast(x), _autocast(weight)
-    bias = None if bias is None else _autocast(bias)
+    x, weight = autocast(x), autocast(weight)
+    bias = None if bias is None else autocast(bias)
     if adapter is None:
-        return apply(_ColumnProduct, x, weight, bias, None, comm, dim), None
-    return cast(tuple[Tensor, Tensor], apply(_ColumnProduct, x, weight, bias, _autocast(adapter), comm, dim))
+        return apply(_ColumnProduct, x, weight, bias, None, comm, dim, padding), None
+    return cast(tuple[Tensor, Tensor], apply(_ColumnProduct, x, weight, bias, autocast(adapter), comm, dim, padding))
 
 
 def row_product(partial: Tensor, comm: Communicator, dim: int | None) -> Tensor:
@@ -46,10 +54,10 @@ def row_product(partial: Tensor, comm: Communicator, dim: int | None) -> Tensor:
     return apply(_SumInPlace, partial, comm) if dim is None else reduce_scatter_all_gather(partial, comm, dim)
 
 
-def _autocast(x: Tensor) -> Tensor:
+def autocast(x: Tensor) -> Tensor:
     """Return `x` as a linear layer takes it under torch.autocast: a function of its own is not cast by torch."""
     kind = x.device.type
-    if torch.is_autocast_enabled(kind) and x.is_floating_point() and x.dtype != torch.float64:
+    if kind != "meta" and torch.is_autocast_enabled(kind) and x.is_floating_point() and x.dtype != torch.float64:
         return x.to(torch.get_autocast_dtype(kind))
     return x
 
@@ -64,8 +72,10 @@ class _ColumnProduct(torch.autograd.Function):
         adapter: Tensor | None,
         comm: Communicator,
         dim: int | None,
+        padding: int,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        ctx.comm, ctx.dim = comm, dim
+        ctx.comm, ctx.dim, ctx.real = comm, dim, weight.shape[0] - padding
+        ctx.of_weight, ctx.of_adapter = weight_gradient_of(weight), adapter is not None and weight_gradient_of(adapter)
         needs_x, needs_weight, _, needs_adapter, *_ = ctx.needs_input_grad
         matrices = (weight, adapter) if needs_x else (None, None)
         ctx.save_for_backward(x if needs_weight or needs_adapter else None, *matrices)
@@ -83,7 +93,7 @@ class _ColumnProduct(torch.autograd.Function):
         gathered = None if x is None or dim is None else _launch(comm, comm.all_gather, x, dim)
         summed: Callable[[], Tensor] | None = None
         if needs_x:
-            grad_x = grads[0] @ weight
+            grad_x = grads[0][..., : ctx.real] @ weight[: ctx.real]
             if adapter is not None:
                 grad_x += grads[1] @ adapter
             summed = (
@@ -91,11 +101,11 @@ class _ColumnProduct(torch.autograd.Function):
                 if dim is None
                 else _launch(comm, comm.reduce_scatter, grad_x, dim)
             )
-        grad_bias = _rows(grads[0]).sum(0) if needs_bias else None
+        grad_bias = grads[0].flatten(0, -2).sum(0) if needs_bias else None
         whole = gathered() if gathered else x
-        grad_weight = _rows(grads[0]).t() @ _rows(whole) if needs_weight else None
-        grad_adapter = _rows(grads[1]).t() @ _rows(whole) if needs_adapter else None
-        return summed() if summed else None, grad_weight, grad_bias, grad_adapter, None, None
+        grad_weight = ctx.of_weight(grads[0], whole) if needs_weight else None
+        grad_adapter = ctx.of_adapter(grads[1], whole) if needs_adapter else None
+        return summed() if summed else None, grad_weight, grad_bias, grad_adapter, None, None, None
 
 
 class _SumInPlace(torch.autograd.Function):
@@ -117,7 +127,3 @@ def _launch(comm: Communicator, collective: Callable[..., Any], *args: Any) -> C
         return cast(Callable[[], Tensor], collective(*args, async_op=True).wait)
     result = collective(*args)
     return lambda: cast(Tensor, result)
-
-
-def _rows(x: Tensor) -> Tensor:
-    return x.reshape(-1, x.shape[-1])

@@ -183,6 +183,17 @@ class Dropout(nn.Module):
         keep: Tensor = self.streams.keep(x, self.p, self.full_name, self.split_dim, self.row_dim)
         return (x * keep).mul_(0.0 if self.p == 1 else 1 / (1 - self.p))
 
+    @contextmanager
+    def rehearsal(self) -> Iterator[None]:
+        """Run the block, outside a step, with a mask of no meaning: for a layer that is only timed."""
+        name = self.full_name
+        self.full_name = name or "rehearsal"
+        try:
+            with self.streams.at(0, range(1)):  # any number of rows is a multiple of one
+                yield
+        finally:
+            self.full_name = name
+
     def extra_repr(self) -> str:
         split = "" if self.split_dim is None else f", split_dim={self.split_dim}"
         return f"p={self.p}{split}{'' if self.row_dim == 0 else f', row_dim={self.row_dim}'}"

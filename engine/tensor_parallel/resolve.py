@@ -6,15 +6,15 @@ Works on modules on the meta device too; nothing is sent and nothing is changed.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor, nn
 
 from engine.errors import EngineError, LayoutError, UsageError, did_you_mean
-from engine.placement import REPLICATED, Part, Placement, cut
+from engine.placement import REPLICATED, Placement
 from engine.tensor_parallel.replacement import hooks_of, placements_after
-from engine.tensor_parallel.styles import Divided, Plan, Replicated, Sharded, Style, as_parts
+from engine.tensor_parallel.styles import Divided, Plan, Replicated, Sharded, Style, cut_parts
 
 _READ_BY_PARENT = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 """Modules whose own code takes the weights of the layers in them, always or in eval mode, and does not call these."""
@@ -198,7 +198,7 @@ def _step(
             shape = tuple(parameters[name].shape)
             if not 0 <= style.dim < len(shape):
                 raise LayoutError(f"dim={style.dim} is outside its shape {shape}")
-            return Step(names, style, {name: _cut(style.dim, style.parts, shape[style.dim], size)})
+            return Step(names, style, {name: cut_parts(style.dim, style.parts, shape[style.dim], size)})
         return Step(names, style, placements_after(owners[name], style, size))
     except EngineError as error:
         raise type(error)(f"{what}: {error}") from None
@@ -242,15 +242,6 @@ def _check_parents(name: str, style: Style, owners: Mapping[str, nn.Module]) -> 
             )
 
 
-def _cut(dim: int, parts: Sequence[int | Part] | None, total: int, size: int) -> Placement:
-    chosen = as_parts(parts) or (Part(total),)
-    whole = sum(part.size for part in chosen)
-    if whole != total:
-        sizes = " + ".join(str(part.size) for part in chosen)
-        raise LayoutError(f"its parts are {sizes} = {whole} elements, but dim {dim} has {total}: let them sum to it")
-    return cut(dim, chosen, size)
-
-
 # ---- attributes ------------------------------------------------------------------------------------------------------
 
 
@@ -273,6 +264,11 @@ def _changes(
                 where = (id(modules[name]), attribute)
                 if where in found:
                     raise UsageError(f"attribute {attribute!r} of {name!r} is changed twice: leave one out")
+                if attribute in getattr(modules[name], "divided_attributes", ()):
+                    raise UsageError(
+                        f"plan attributes {key!r}: {attribute!r} of {name!r} was changed by a plan before, to "
+                        f"{getattr(modules[name], attribute)}, and would be divided once more: apply a plan once"
+                    )
                 found[where] = _change(name, modules[name], attribute, change, size)
     return tuple(found.values())
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from engine.errors import UsageError, did_you_mean
-from engine.placement import Gradient, Part, divide
+from engine.errors import LayoutError, UsageError, did_you_mean
+from engine.placement import Gradient, Part, Placement, cut, divide
 
 Parts = Sequence[int | Part] | None
 
@@ -171,3 +171,15 @@ def as_parts(parts: Parts) -> tuple[Part, ...] | None:
     if not made:
         raise UsageError("parts=(): give at least one size, or leave parts out")
     return tuple(made)
+
+
+def cut_parts(dim: int, parts: Parts, total: int, size: int) -> Placement:
+    """Return how `dim`, of `total` elements in these parts, is cut over `size` ranks. Raises LayoutError for parts that
+    do not sum to it or cannot be cut.
+    """
+    chosen = as_parts(parts) or (Part(total),)
+    whole = sum(part.size for part in chosen)
+    if whole != total:
+        sizes = " + ".join(str(part.size) for part in chosen)
+        raise LayoutError(f"its parts are {sizes} = {whole} elements, but dim {dim} has {total}: let them sum to it")
+    return cut(dim, chosen, size)

@@ -168,6 +168,8 @@ class FlatBucket:
         if self.borrows:
             self._lent = self._pool.borrow(self.dtype, self.plan.numel)
         view = self._view(place)
+        if shows and parameter.grad is not None and parameter.grad is not view:
+            self._move(place, parameter, _dense(parameter.grad))  # made by hand
         filled = parameter.grad is view if shows else self._filled[place]
         with torch.no_grad():
             write(view, filled)
@@ -253,7 +255,7 @@ class FlatBucket:
 
     def show(self) -> None:
         """Make the sum the parameters' own gradients again, where every rank has all of it."""
-        if self._shows and self.stage == 0:
+        if self._shows and (self.stage == 0 or self.comm.size == 1):
             for place, (parameter, _) in enumerate(self.parameters):
                 parameter.grad = self._views[place]
 

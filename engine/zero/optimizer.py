@@ -20,6 +20,7 @@ from engine.comm.mesh import Mesh
 from engine.errors import UsageError
 from engine.placement import placements_of, stage_of
 from engine.precision import sum_dtype
+from engine.weight_gradients import Sink
 from engine.zero.buckets import FlatBucket
 from engine.zero.consolidate import consolidated
 from engine.zero.groups import agreed_groups, check_replicas, check_shards, keeps_whole, options_of
@@ -291,6 +292,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def wait_parameters(self) -> None:
         """Wait until the parameters are whole after a step with gather="forward". Any rank may call it, at any time."""
         self._stepper.wait()
+
+    def gradient_sinks(self) -> dict[int, Sink]:
+        """Return, by `id(parameter)`, where the gradients of the trained parameters are summed: for WeightGradients,
+        which so adds products where a backward would.
+        """
+        return self._reducer.sinks()
 
     def parameters_replaced(self, model: nn.Module) -> None:
         """Take notice that `model`'s parameters were given new values, by `load_full_state_dict`.

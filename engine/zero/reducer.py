@@ -8,8 +8,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
+import torch
 from torch import Tensor
 
+from engine.weight_gradients import Sink
 from engine.zero.buckets import FlatBucket, Write
 from engine.zero.order import StartOrder
 
@@ -28,10 +30,12 @@ class Reducer:
         self._turns = list(reversed(range(len(buckets))))
         self._ends: deque[Callable[[], None]] = deque()
         self._places = {s.index: (n, place) for n, b in enumerate(buckets) for place, s in enumerate(b.plan.slices)}
+        self._hooks: dict[int, int] = {}
         this = weakref.ref(self)
         for bucket in buckets:
             for parameter, each in bucket.parameters:
                 hook = parameter.register_post_accumulate_grad_hook(partial(_arrived, this, each.index))
+                self._hooks[each.index] = hook.id
                 weakref.finalize(self, hook.remove).atexit = False
 
     @contextmanager
@@ -53,6 +57,28 @@ class Reducer:
         self._make_room(self._buckets[number])
         self._buckets[number].receive(place, write)
         self._started_by(index)
+
+    def sinks(self) -> dict[int, Sink]:
+        """Return, by `id(parameter)`, what adds a product to its gradient as a backward would."""
+        return {
+            id(parameter): Sink(partial(self.add_product, each.index), self._hooks[each.index])
+            for bucket in self._buckets
+            for parameter, each in bucket.parameters
+        }
+
+    def add_product(self, index: int, left: Tensor, right: Tensor) -> None:
+        """Add left^T right, (n, rows) and (n, columns), to the gradient of parameter `index`, as autograd would."""
+
+        def write(view: Tensor, add: bool) -> None:
+            if view.dtype is not left.dtype:  # rounded to the parameter's dtype, as autograd's gradients are
+                product = left.t() @ right
+                view.add_(product) if add else view.copy_(product)
+            elif add:
+                view.addmm_(left.t(), right)
+            else:
+                torch.mm(left.t(), right, out=view)
+
+        self.receive(index, write)
 
     def keep(self, index: int) -> None:
         """Take the gradient of parameter `index` that backward has made."""

@@ -94,7 +94,7 @@ def start_plan(
     at: Callable[[int, int], Tensor],
     op: str,
     like: Tensor,
-    initial: Tensor | None = None,
+    initial: Callable[[], Tensor] | None = None,
 ) -> Works:
     """Start a plan, see `Running`, and return what to wait for: its messages themselves where they are all it has."""
     if messenger.moves_alone and len(plan) <= 1 and not any(each.reduce for each in plan):
@@ -116,11 +116,11 @@ class Running(Operation):
         at: Callable[[int, int], Tensor],
         op: str,
         like: Tensor,
-        initial: Tensor | None = None,
+        initial: Callable[[], Tensor] | None = None,
     ) -> None:
         """Start the first round. at(start, stop): the memory of these elements; op: how what arrives is reduced; like:
-        has the vector's dtype and device. initial: what the first that arrives is reduced with, where that is not yet
-        in the vector.
+        has the vector's dtype and device. initial(): what the first that arrives is reduced with, where that is not
+        yet in the vector; asked for once the messages are under way.
         """
         self._messenger, self._at, self._like, self._initial = messenger, at, like, initial
         self._combine = _COMBINE[op]
@@ -172,7 +172,7 @@ class Running(Operation):
                 wait(works[sends + index : sends + index + 1])
             if each.reduce:
                 into = self._at(transfer.start, transfer.stop)
-                self._combine(into if self._initial is None else self._initial, self._incoming[index], out=into)
+                self._combine(into if self._initial is None else self._initial(), self._incoming[index], out=into)
                 self._initial = None
         if apart and not each.swaps:
             wait(works[:sends])
