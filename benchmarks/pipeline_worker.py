@@ -24,7 +24,7 @@ from benchmarks.peers import Step
 from benchmarks.silence import silenced
 from benchmarks.work import Work
 from engine.device import live_memory
-from engine.pipeline.executor import Microbatch
+from engine.pipeline.batches import Microbatch
 from engine.pipeline.schedule import Compute
 
 OVERHEAD = "overhead"

@@ -5,7 +5,7 @@ Masters in fp32 and loss scaling: Micikevicius et al., Mixed Precision Training,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, Literal
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from engine.errors import DtypeError, UsageError, did_you_mean
 from engine.placement import StageModule
+from engine.tree import map_tensors
 
 LOW = (torch.float16, torch.bfloat16)
 TRAINED = (*LOW, torch.float32, torch.float64)
@@ -92,23 +93,16 @@ def _cast_own(part: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _cast_inputs(dtype: torch.dtype, _module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    return _map(args, lambda x: x.to(dtype)), _map(kwargs, lambda x: x.to(dtype))
+    cast = partial(_cast, dtype)
+    return map_tensors(args, cast), map_tensors(kwargs, cast)
 
 
 def _cast_output(dtype: torch.dtype, _module: nn.Module, _args: Any, output: Any) -> Any:
-    return _map(output, lambda x: x.to(dtype))
+    return map_tensors(output, partial(_cast, dtype))
 
 
-def _map(tree: Any, cast: Callable[[Tensor], Tensor]) -> Any:
-    """Apply `cast` to the floating tensors in nested tuples, lists and dicts."""
-    if isinstance(tree, Tensor):
-        return cast(tree) if tree.is_floating_point() else tree
-    if isinstance(tree, dict):
-        return {key: _map(value, cast) for key, value in tree.items()}
-    if isinstance(tree, list | tuple):
-        mapped = [_map(value, cast) for value in tree]
-        return type(tree)(*mapped) if hasattr(tree, "_fields") else type(tree)(mapped)
-    return tree
+def _cast(dtype: torch.dtype, x: Tensor) -> Tensor:
+    return x.to(dtype) if x.is_floating_point() else x
 
 
 # ---- losses --------------------------------------------------------------------------------------------------------

@@ -7,11 +7,9 @@ rows weigh more.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
-from itertools import accumulate
 from typing import Any, Literal
 
 import torch
@@ -22,7 +20,8 @@ from engine.comm.mesh import Mesh
 from engine.device import exact_dtype, random_stream, stream_seed
 from engine.errors import LayoutError, UsageError
 from engine.pipeline import PipelineModel
-from engine.pipeline.executor import Around, Executor, Microbatch
+from engine.pipeline.batches import Microbatch, map_batch, rows_of, split
+from engine.pipeline.executor import Around, Executor
 from engine.pipeline.recording import Recording
 from engine.pipeline.schedule import Compute, Program, Schedule, forward_only, programs
 from engine.pipeline.schedules import schedule_named
@@ -33,7 +32,6 @@ from engine.weight_gradients import WeightGradients
 from engine.zero import ZeroOptimizer
 
 Loss = Callable[[Any, Any], tuple[Tensor, Any]]
-_PLAIN = (bool, int, float, str, type(None))
 _LARGE = 2**18
 """Elements of a weight from which adding each microbatch's gradient in place pays: a sum of its own, as autograd makes
 it, then takes longer than a function in Python (about 50 µs on a CPU)."""
@@ -158,7 +156,7 @@ class TrainStep:
             self._add(sums, total, count)
             return total if self.scaler is None else self.scaler.scale(total)
 
-        placed = self._around(_rows(inputs, targets))
+        placed = self._around(rows_of(inputs, targets))
         with self._random_stream("step"), torch.enable_grad(), self._recorded(placed) as around:
             self._executor.run(self._training, batches, finish, around, self._weight_gradients)
         self.steps += 1
@@ -358,85 +356,21 @@ class TrainStep:
     def _check_rows(self, inputs: Any, targets: Any) -> None:
         """Refuse rows that differ between the tensor and pipeline ranks of one data rank. With `mesh.checks` only."""
         found: list[str] = []
-        _map((inputs, targets), lambda x: found.append(fingerprint(x)))
+        map_batch((inputs, targets), lambda x: found.append(fingerprint(x)))
         for comm in (self.mesh.tensor, self.mesh.pipeline):
             comm.check_equal("the batch given to TrainStep, which all tensor and pipeline ranks share,", found)
 
     def _even_microbatches(self, inputs: Any, targets: Any) -> list[Microbatch]:
-        rows = _rows(inputs, targets)
+        rows = rows_of(inputs, targets)
         if rows % self.microbatches:
             raise LayoutError(
                 f"a batch of {rows} rows does not divide into {self.microbatches} microbatches: give each data rank "
                 f"a multiple of {self.microbatches} rows, or choose microbatches that divide {rows}"
             )
-        return self._split(inputs, targets, [rows // self.microbatches] * self.microbatches)
+        return split(inputs, targets, self.mesh.device, [rows // self.microbatches] * self.microbatches)
 
     def _any_microbatches(self, inputs: Any, targets: Any, least: int) -> list[Microbatch]:
         """Cut into at most `microbatches` parts that differ by at most one row."""
-        rows = _rows(inputs, targets)
+        rows = rows_of(inputs, targets)
         parts = max(min(self.microbatches, rows), least)
-        return self._split(inputs, targets, [rows // parts + (i < rows % parts) for i in range(parts)])
-
-    def _split(self, inputs: Any, targets: Any, sizes: Sequence[int]) -> list[Microbatch]:
-        """Move the rows to the mesh's device and cut them into consecutive parts of `sizes` rows."""
-        here = _map((inputs, targets), lambda x: x.to(self.mesh.device))
-        signatures = {size: _signature(inputs, size) for size in set(sizes)}
-        batches = []
-        for start, size in zip(accumulate(sizes, initial=0), sizes, strict=False):
-            part, target = _map(here, partial(_narrow, start=start, rows=size))
-            args = part if isinstance(part, tuple) else () if isinstance(part, dict) else (part,)
-            batches.append(Microbatch(args, part if isinstance(part, dict) else {}, target, signatures[size]))
-        return batches
-
-
-def _narrow(x: Tensor, start: int, rows: int) -> Tensor:
-    return x[start : start + rows] if x.dim() else x
-
-
-def _signature(tree: Any, rows: int) -> object:
-    """Return what an activation's shape may depend on, for a part with `rows` rows; equal inputs give equal ones.
-
-    So of an object that is no plain value only its type counts: its repr or hash may be its address.
-    """
-    if isinstance(tree, Tensor):
-        return (tree.dtype, (rows, *tree.shape[1:]) if tree.dim() else ())
-    if isinstance(tree, dict):
-        return tuple((str(key), _signature(tree[key], rows)) for key in sorted(tree, key=str))
-    if isinstance(tree, list | tuple):
-        return tuple(_signature(value, rows) for value in tree)
-    return (type(tree).__qualname__, tree if isinstance(tree, _PLAIN) else None)
-
-
-def _map(tree: Any, function: Callable[[Tensor], Any]) -> Any:
-    """Apply `function` to every tensor in nested tuples, lists and dicts; plain values and objects pass through.
-
-    Raises UsageError for anything else that holds rows, which would reach every microbatch whole.
-    """
-    if isinstance(tree, Tensor):
-        return function(tree)
-    if isinstance(tree, dict):
-        return {key: _map(value, function) for key, value in tree.items()}
-    if isinstance(tree, list | tuple):
-        if isinstance(tree, list) and any(isinstance(value, int | float) for value in tree):
-            raise UsageError("a list of numbers is not cut into microbatches: make it a tensor, or a tuple of options")
-        mapped = [_map(value, function) for value in tree]
-        return type(tree)(*mapped) if hasattr(tree, "_fields") else type(tree)(mapped)
-    held = vars(tree).values() if hasattr(tree, "__dict__") else ()
-    if isinstance(tree, Mapping) or hasattr(tree, "__array__") or any(isinstance(x, Tensor) and x.dim() for x in held):
-        raise UsageError(
-            f"a {type(tree).__name__} is not cut into microbatches: pass its tensors in tuples, lists or dicts "
-            f"(torch.as_tensor for an array, dict(...) for a mapping)"
-        )
-    return tree
-
-
-def _rows(inputs: Any, targets: Any) -> int:
-    found: list[int] = []
-    _map((inputs, targets), lambda x: found.append(x.shape[0]) if x.dim() else None)
-    if not found:
-        raise UsageError("the inputs and targets hold no tensor with rows")
-    if len(set(found)) > 1:
-        raise UsageError(
-            f"inputs and targets have different numbers of rows, {found}: dim 0 of every tensor is for this rank's rows"
-        )
-    return found[0]
+        return split(inputs, targets, self.mesh.device, [rows // parts + (i < rows % parts) for i in range(parts)])

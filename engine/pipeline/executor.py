@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,21 +18,11 @@ from engine.comm.autograd import apply
 from engine.comm.communicator import Communicator
 from engine.comm.work import Work
 from engine.errors import UsageError
+from engine.pipeline.batches import Microbatch
 from engine.pipeline.boundary import Form, Forms, put_together, take_apart
 from engine.pipeline.layers import PipelineModel
 from engine.pipeline.schedule import Compute, Exchange, Instruction, Message, Stages
 from engine.weight_gradients import WeightGradients
-
-
-@dataclass(frozen=True)
-class Microbatch:
-    """One microbatch: the arguments of the first layer, the target of the loss, and what identifies their shapes."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    target: Any
-    signature: object
-
 
 LossTotal = Callable[[Any, int], Tensor]
 Around = Callable[[Compute], AbstractContextManager[None]]

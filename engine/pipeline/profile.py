@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from engine.comm.mesh import Mesh
 from engine.device import exact_dtype, random_stream, stream_seed, synchronize
 from engine.errors import CommunicationError, UsageError
+from engine.tree import map_tensors
 
 _ROUNDS = 5
 
@@ -39,7 +40,7 @@ def layer_times(build: Callable[[int], nn.Module], names: Sequence[str], mesh: M
         )
     mesh.world.check_equal("balance='measured': the layers, or the shapes of the sample,", (names, _shapes(sample)))
     times = torch.zeros(len(names), dtype=exact_dtype(mesh.device), device=mesh.device)
-    x = _map(sample, lambda tensor: tensor.detach().to(mesh.device))
+    x = map_tensors(sample, lambda tensor: tensor.detach().to(mesh.device))
     with random_stream(stream_seed("profile", mesh.seed), mesh.device), torch.enable_grad():
         for index, name in enumerate(names):
             fault = ""
@@ -79,7 +80,7 @@ def _timed(layer: nn.Module, x: Any, device: torch.device, *, first: bool) -> tu
         for _ in range(1 + _ROUNDS):
             layer.zero_grad(set_to_none=True)
             # A copy that is no leaf: a layer may change its input in place.
-            given = _map(x, lambda t: t.detach().clone().requires_grad_(t.requires_grad).clone())
+            given = map_tensors(x, lambda t: t.detach().clone().requires_grad_(t.requires_grad).clone())
             args = given if first and isinstance(given, tuple) else ()
             kwargs = given if first and isinstance(given, dict) else {}
             synchronize(device)
@@ -90,20 +91,8 @@ def _timed(layer: nn.Module, x: Any, device: torch.device, *, first: bool) -> tu
                 torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
             synchronize(device)
             taken.append(time.perf_counter() - start)
-            output = _map(output, lambda t: t.detach().requires_grad_(t.requires_grad))
+            output = map_tensors(output, lambda t: t.detach().requires_grad_(t.requires_grad))
     return median(taken[1:]), output
-
-
-def _map(tree: Any, function: Callable[[Tensor], Any]) -> Any:
-    """Apply `function` to every tensor in nested tuples, lists and dicts; other values pass through."""
-    if isinstance(tree, Tensor):
-        return function(tree)
-    if isinstance(tree, dict):
-        return {key: _map(value, function) for key, value in tree.items()}
-    if isinstance(tree, list | tuple):
-        mapped = [_map(value, function) for value in tree]
-        return type(tree)(*mapped) if hasattr(tree, "_fields") else type(tree)(mapped)
-    return tree
 
 
 def _tensors(tree: Any) -> list[Tensor]:
@@ -113,9 +102,9 @@ def _tensors(tree: Any) -> list[Tensor]:
         found.append(tensor)
         return tensor
 
-    _map(tree, find)
+    map_tensors(tree, find)
     return found
 
 
 def _shapes(sample: Any) -> Any:
-    return _map(sample, lambda tensor: (tuple(tensor.shape), tensor.dtype))
+    return map_tensors(sample, lambda tensor: (tuple(tensor.shape), tensor.dtype))
