@@ -275,6 +275,14 @@ class FlatBucket:
         """
         return self._views[place]
 
+    def reduced_parts(self) -> list[tuple[int, Tensor]]:
+        """Return of each parameter, by its index, the reduced gradients that are here: equal parts on all tensor
+        ranks.
+        """
+        first, last = self.updated
+        bounds = [(s.index, max(first, s.start), min(last, s.stop)) for s in self.plan.slices]
+        return [(index, self.gradient(low, max(low, high))) for index, low, high in bounds]
+
     def whole_gradients(self) -> Tensor:
         """Return the reduced gradients of the whole bucket on every data rank. Collective over the data axis after
         stage 0.
@@ -298,6 +306,26 @@ class FlatBucket:
 
     def _split(self, flat: Tensor) -> list[Tensor]:
         return [flat[each.start : each.stop].view(parameter.shape) for parameter, each in self.parameters]
+
+
+def make_buckets(
+    plans: Sequence[Bucket],
+    parameters: Sequence[nn.Parameter],
+    comm: Communicator,
+    *,
+    stage: int,
+    whole: Sequence[bool],
+    wire_dtype: torch.dtype | None,
+    share: bool,
+) -> list[FlatBucket]:
+    """Return the buckets of the plans, see FlatBucket; `whole` is for each. Every rank of `comm` must call it."""
+    borrowing = [(sum_dtype(plan.dtype), plan.numel) for plan, w in zip(plans, whole, strict=True) if not w]
+    # One is filled while another is reduced; a third for started collectives, which end later.
+    pool = BufferPool(comm, borrowing, shared=2 + comm.overlaps)
+    return [
+        FlatBucket(plan, parameters, comm, pool, stage=stage, whole=w, wire_dtype=wire_dtype, share=share)
+        for plan, w in zip(plans, whole, strict=True)
+    ]
 
 
 def _dense(gradient: Tensor) -> Tensor:

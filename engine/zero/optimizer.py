@@ -19,21 +19,19 @@ from engine.comm.full import full_tensors
 from engine.comm.mesh import Mesh
 from engine.errors import UsageError
 from engine.placement import placements_of, stage_of
-from engine.precision import sum_dtype
 from engine.weight_gradients import Sink
-from engine.zero.buckets import FlatBucket
+from engine.zero.buckets import make_buckets
 from engine.zero.consolidate import consolidated
 from engine.zero.groups import agreed_groups, check_replicas, check_shards, keeps_whole, options_of
 from engine.zero.inner import Inner
 from engine.zero.matrices import matrix_work
 from engine.zero.norm import clip_factor, global_norm
 from engine.zero.offload import HostBuckets
-from engine.zero.plan import Bucket, ParameterInfo, plan_buckets
-from engine.zero.pool import BufferPool
+from engine.zero.plan import ParameterInfo, plan_buckets
 from engine.zero.reducer import Reducer
 from engine.zero.sharing import SharedParameters
 from engine.zero.stepping import Stepper
-from engine.zero.ties import own_ties, share, sum_partial
+from engine.zero.ties import own_ties, share, sum_over_axes
 from engine.zero.watch import EqualBuffers, WatchedParameters, make_equal, talks_over
 
 _MIB = 2**20
@@ -133,7 +131,15 @@ class ZeroOptimizer(torch.optim.Optimizer):
         plans = plan_buckets(self._infos, bucket_mib * _MIB, mesh.data.size)
         keep_all = stage < 2 or accumulate == "full" or mesh.data.size == 1
         whole = [keep_all or plan.apart for plan in plans]
-        self._buckets = self._make_buckets(plans, whole, wire_dtype, shares)
+        self._buckets = make_buckets(
+            plans,
+            [parameter for _, parameter in self._named],
+            mesh.data,
+            stage=stage,
+            whole=whole,
+            wire_dtype=wire_dtype,
+            share=shares,
+        )
         self._shared = SharedParameters(mesh, self._named, self._buckets) if shares else None
         for bucket in () if offload else self._buckets:
             bucket.make_masters()
@@ -196,12 +202,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
         for bucket in self._buckets:
             bucket.adopt_gradients()
         unused, more, written = self._agree()
-        self._sum_over_axes()
+        sum_over_axes(self._buckets, self._named, self._placements, self._ties, self._mesh)
         self._reducer.start_rest(more)
         self._reducer.settle()
         self._reducer.next_step()
         if self._mesh.checks:
-            check_replicas(self._mesh, self._placements, self._reduced_parts())
+            parts = [part for bucket in self._buckets for part in bucket.reduced_parts()]
+            check_replicas(self._mesh, self._placements, [(self._named[index][0], part) for index, part in parts])
         norm = global_norm(self._counted_parts(), self._mesh.world) / divisor
         scale = divisor if max_norm is None else divisor / clip_factor(norm, max_norm)
         for bucket in self._buckets:
@@ -363,27 +370,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
         work = matrix_work(placement.full_shape(parameter.shape, size)) if whole else None
         return ParameterInfo(name, parameter.numel(), parameter.dtype, group, counted, stage, apart, work)
 
-    def _make_buckets(
-        self, plans: Sequence[Bucket], whole: Sequence[bool], wire_dtype: torch.dtype | None, share: bool
-    ) -> list[FlatBucket]:
-        data = self._mesh.data
-        borrowing = [(sum_dtype(plan.dtype), plan.numel) for plan, w in zip(plans, whole, strict=True) if not w]
-        # One is filled while another is reduced; a third for started collectives, which end later.
-        pool = BufferPool(data, borrowing, shared=2 + data.overlaps)
-        return [
-            FlatBucket(
-                plan,
-                [parameter for _, parameter in self._named],
-                data,
-                pool,
-                stage=self._stage,
-                whole=w,
-                wire_dtype=wire_dtype,
-                share=share,
-            )
-            for plan, w in zip(plans, whole, strict=True)
-        ]
-
     def _written(self) -> None:
         self._watched.written()
         if self._shared is not None:
@@ -407,33 +393,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
         found = [bool(flag) for flag in flags.tolist()]
         first, second = len(touched), len(touched) + len(left)
         return {index for index in touched if not found[index]}, found[first:second], found[second:]
-
-    def _sum_over_axes(self) -> None:
-        """Sum what is each tensor rank's part over the tensor axis, then what is tied over the stages that have it."""
-        local: dict[str, Tensor] = {}
-        for bucket in self._buckets:
-            if bucket.plan.apart:
-                bucket.fill()
-                local |= {self._named[s.index][0]: bucket.local(place) for place, s in enumerate(bucket.plan.slices)}
-        tensor = self._mesh.tensor
-        if tensor.size > 1:
-            names = [name for name, _ in self._named if name in local]
-            sum_partial(
-                [p for name in names for p in self._placements[name].partial(local[name], tensor.rank, tensor.size)],
-                tensor,
-            )
-        for tie, _ in self._ties:
-            share(tie, local[tie.name], self._mesh.pipeline, "sum")
-
-    def _reduced_parts(self) -> list[tuple[str, Tensor]]:
-        """Return of each parameter, by name, the reduced gradients that are here: equal parts on all tensor ranks."""
-        found = []
-        for bucket in self._buckets:
-            first, last = bucket.updated
-            for each in bucket.plan.slices:
-                low, high = max(first, each.start), min(last, each.stop)
-                found.append((self._named[each.index][0], bucket.gradient(low, max(low, high))))
-        return found
 
     def _counted_parts(self) -> Iterable[Tensor]:
         for bucket in self._buckets:

@@ -6,7 +6,7 @@ They are summed before they are reduced over the data axis: afterwards each stag
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -14,7 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from engine.comm.communicator import Communicator
-from engine.placement import Tied, ties_of
+from engine.comm.mesh import Mesh
+from engine.placement import Placement, Tied, ties_of
+from engine.zero.buckets import FlatBucket
 from engine.zero.groups import Named
 
 
@@ -43,6 +45,29 @@ def share(tie: Tied, x: Tensor, pipeline: Communicator, how: Literal["copy", "su
         for part in parts:
             x.add_(part)
     pipeline.exchange(sends=[(x, stage) for stage in others])
+
+
+def sum_over_axes(
+    buckets: Sequence[FlatBucket],
+    named: Sequence[Named],
+    placements: Mapping[str, Placement],
+    ties: Sequence[tuple[Tied, nn.Parameter]],
+    mesh: Mesh,
+) -> None:
+    """Sum what is each tensor rank's part over the tensor axis, then what is tied over the stages that have it, in the
+    buckets that are `apart`. Every rank of the mesh must call it. named: the parameters, as the plans index them.
+    """
+    local: dict[str, Tensor] = {}
+    for bucket in buckets:
+        if bucket.plan.apart:
+            bucket.fill()
+            local |= {named[each.index][0]: bucket.local(place) for place, each in enumerate(bucket.plan.slices)}
+    tensor = mesh.tensor
+    if tensor.size > 1:
+        names = [name for name, _ in named if name in local]
+        sum_partial([p for n in names for p in placements[n].partial(local[n], tensor.rank, tensor.size)], tensor)
+    for tie, _ in ties:
+        share(tie, local[tie.name], mesh.pipeline, "sum")
 
 
 def sum_partial(pieces: Sequence[tuple[Tensor, int, int]], tensor: Communicator) -> None:
