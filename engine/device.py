@@ -64,6 +64,17 @@ def activate(device: torch.device) -> None:
         _module(device.type).set_device(device)
 
 
+def keep_freed_memory(device: torch.device) -> None:
+    """Let what a training step frees on a CPU serve the next one, up to 64 MiB, in place of going back to the system.
+
+    glibc's malloc raises its thresholds for that to the size of the largest block of at most 32 MiB that it has freed
+    (mallopt(3), M_MMAP_THRESHOLD), unless the user has set them: so one such block is taken, untouched, and freed.
+    Without, a step of the benchmarks' GPT took 19,000 page faults in the process with the head, a tenth of its time.
+    """
+    if device.type == "cpu":
+        torch.empty((32 << 20) - (1 << 16), dtype=torch.uint8, device=device)
+
+
 def backend(device: torch.device) -> str:
     """Return the name of the torch.distributed backend that serves `device`."""
     return _BACKENDS[device.type]

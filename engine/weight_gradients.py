@@ -2,10 +2,11 @@
 at once or when a pipeline schedule says so.
 
 While `WeightGradients.catching()` is active, products with a parameter (`F.linear`, so every nn.Linear, `torch.addmm`
-and, through `weight_gradient_of`, products of the engine's own) become functions whose backward returns the gradients
-of input and bias, and hands both factors of the weight's gradient over instead of multiplying them. All else, and what
-cannot be told to be safe (a parameter with hooks, under autocast, traced by torch.compile, a subclass), goes autograd's
-way, within the input gradient. Method: Zero Bubble Pipeline Parallelism, arXiv:2401.10241, section 2.1.
+and, through `weight_gradient_of`, products of the engine's own) and, on CPUs, look-ups (`F.embedding`) become functions
+whose backward returns the gradients of input and bias, and hands both factors of the weight's gradient over instead of
+multiplying them. All else, and what cannot be told to be safe (a parameter with hooks, under autocast, traced by
+torch.compile, a subclass), goes autograd's way, within the input gradient. Method: Zero Bubble Pipeline Parallelism,
+arXiv:2401.10241, section 2.1.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ class Sink(NamedTuple):
     """Where the gradient of one parameter (rows, columns) is summed."""
 
     add: Callable[[Tensor, Tensor], None]
-    """(left (n, rows), right (n, columns)): add left^T right, of the parameter's dtype, to the gradient."""
+    """(left (n, rows), right (n, columns)): add left^T right, of the parameter's dtype, to the gradient. A left of
+    integers (n,) is which rows were looked up: add each row of right to that row.
+    """
     hook: int | None = None
     """Id of the parameter's post-accumulate hook whose work `add` does as well. A parameter with others has its
     gradient made by autograd, so that they run.
@@ -50,13 +53,27 @@ def weight_gradient_of(weight: Tensor) -> Product:
 
 
 def add_product(parameter: nn.Parameter, left: Tensor, right: Tensor) -> None:
-    """Add left^T right to the parameter's `.grad`, where it is: (n, rows), (n, columns) to (rows, columns)."""
+    """Add a gradient to the parameter's `.grad`, where it is; left and right as a Sink takes them."""
     grad = parameter.grad
-    if grad is not None and grad.dtype == left.dtype and grad.layout is torch.strided:
-        grad.addmm_(left.t(), right)
+    if grad is not None and grad.dtype == right.dtype and grad.layout is torch.strided:
+        write_product(grad, left, right, add=True)
     else:
-        product = left.t() @ right
+        product = torch.empty_like(parameter, dtype=right.dtype)
+        write_product(product, left, right, add=False)
         parameter.grad = product if grad is None else product.add_(grad)
+
+
+def write_product(out: Tensor, left: Tensor, right: Tensor, *, add: bool) -> None:
+    """Add a gradient to `out` (rows, columns), or put it there; left and right as a Sink takes them."""
+    if not left.is_floating_point():
+        (out if add else out.zero_()).index_add_(0, left, right.to(out.dtype))
+    elif out.dtype is not right.dtype:  # rounded to the parameter's dtype, as autograd's gradients are
+        product = left.t() @ right
+        out.add_(product) if add else out.copy_(product)
+    elif add:
+        out.addmm_(left.t(), right)
+    else:
+        torch.mm(left.t(), right, out=out)
 
 
 @dataclass(frozen=True)
@@ -149,9 +166,15 @@ class WeightGradients:
         return not parameter._backward_hooks and all(h == own for h in parameter._post_accumulate_grad_hooks or ())
 
     def hand_over(self, weight: nn.Parameter, transposed: bool, left: Tensor, right: Tensor) -> Tensor | None:
-        """Take left^T right, the gradient of the weight or of its transpose; or return it where nothing takes."""
+        """Take left^T right, the gradient of the weight or of its transpose, or looked-up rows; or return the gradient
+        where nothing takes it.
+        """
         if not self._takes:
-            return _product(left, right)
+            if left.is_floating_point():
+                return _product(left, right)
+            gradient = torch.empty_like(weight)
+            write_product(gradient, left, right, add=False)
+            return gradient
         if transposed:
             left, right = right, left
         if self._key is None:
@@ -171,10 +194,11 @@ class WeightGradients:
 
     def _add(self, weight: nn.Parameter, left: Tensor, right: Tensor) -> None:
         sink = self._sinks.get(id(weight))
+        left = _rows(left) if left.is_floating_point() else left
         if sink is None:
-            add_product(weight, _rows(left), _rows(right))
+            add_product(weight, left, _rows(right))
         else:
-            sink.add(_rows(left), _rows(right))
+            sink.add(left, _rows(right))
 
 
 class _Catching(TorchFunctionMode):
@@ -194,6 +218,10 @@ class _Catching(TorchFunctionMode):
                 return caught
         elif func is torch.addmm:
             caught = self._product(args[1], args[2], args[0], 1) if len(args) == 3 and not options else None
+            if caught is not None:
+                return caught
+        elif func is F.embedding:
+            caught = self._lookup(*_of_embedding(*args, **options))
             if caught is not None:
                 return caught
         elif func is weight_gradient_of:
@@ -218,6 +246,20 @@ class _Catching(TorchFunctionMode):
             return None
         parameter, transposed = found
         return _linear(self.owner, parameter, transposed != bool(out), x, bias)
+
+    def _lookup(self, ids: Any, weight: Any, padding_idx: Any, plain: bool) -> Tensor | None:
+        """Return the looked-up rows, if their gradient can be handed over: on a CPU, where rows are added in order."""
+        if not plain or type(ids) is not Tensor or not isinstance(weight, Tensor) or weight.device.type != "cpu":
+            return None
+        found = self.owner.parameter_of(weight)
+        return None if found is None or found[1] else _look_up(self.owner, weight, ids, padding_idx)
+
+
+def _of_embedding(
+    input: Any, weight: Any, padding_idx: Any = None, max_norm: Any = None,  # noqa: A002 (torch's name)
+    norm_type: float = 2.0, scale_grad_by_freq: bool = False, sparse: bool = False,  # noqa: ARG001
+) -> tuple[Any, Any, Any, bool]:  # fmt: skip
+    return input, weight, padding_idx, max_norm is None and not scale_grad_by_freq and not sparse
 
 
 def _of_linear(input: Any, weight: Any, bias: Any = None) -> tuple[Any, Any, Any]:  # noqa: A002 (torch's name)
@@ -257,7 +299,26 @@ class _Linear(torch.autograd.Function):
             return None, ctx.hand_over(grad, x), None, of_x, of_bias
 
 
+class _LookUp(torch.autograd.Function):
+    """Rows of a table. Their gradient takes no memory of the table's size, nor time for its other rows."""
+
+    @staticmethod
+    def forward(ctx: Any, owner: WeightGradients, weight: nn.Parameter, ids: Tensor, padding_idx: int | None) -> Tensor:
+        ctx.hand_over = partial(owner.hand_over, weight, False)
+        ctx.padding = None if padding_idx is None else padding_idx % weight.shape[0]
+        ctx.save_for_backward(ids)
+        return F.embedding(ids, weight, padding_idx)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (ids,), grad = ctx.saved_tensors, grads[0]
+        if ctx.padding is not None:
+            grad = grad.masked_fill((ids == ctx.padding).unsqueeze(-1), 0.0)
+        return None, ctx.hand_over(ids.reshape(-1), grad.reshape(-1, grad.shape[-1])), None, None
+
+
 _linear: Callable[..., Tensor] = _Linear.apply  # which torch leaves untyped
+_look_up: Callable[..., Tensor] = _LookUp.apply
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:

@@ -196,6 +196,7 @@ def init(
     store = _compare(layout, rank, world_size, store, started, own, patience)
     layout = layout.resolve(world_size)
     devices.activate(own.device)
+    devices.keep_freed_memory(own.device)
     instruments = Instruments(checks=checks, choice=own.choice)
     if world_size == 1:
         return _mesh(layout, rank, own.device, seed, {}, {}, None, instruments=instruments)

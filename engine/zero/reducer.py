@@ -8,10 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
-import torch
 from torch import Tensor
 
-from engine.weight_gradients import Sink
+from engine.weight_gradients import Sink, write_product
 from engine.zero.buckets import FlatBucket, Write
 from engine.zero.order import StartOrder
 
@@ -67,18 +66,8 @@ class Reducer:
         }
 
     def add_product(self, index: int, left: Tensor, right: Tensor) -> None:
-        """Add left^T right, (n, rows) and (n, columns), to the gradient of parameter `index`, as autograd would."""
-
-        def write(view: Tensor, add: bool) -> None:
-            if view.dtype is not left.dtype:  # rounded to the parameter's dtype, as autograd's gradients are
-                product = left.t() @ right
-                view.add_(product) if add else view.copy_(product)
-            elif add:
-                view.addmm_(left.t(), right)
-            else:
-                torch.mm(left.t(), right, out=view)
-
-        self.receive(index, write)
+        """Add a product to the gradient of parameter `index`, as autograd would; left and right as a Sink has them."""
+        self.receive(index, lambda view, add: write_product(view, left, right, add=add))
 
     def keep(self, index: int) -> None:
         """Take the gradient of parameter `index` that backward has made."""
