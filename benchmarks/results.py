@@ -109,8 +109,9 @@ def settings(cases: Sequence[Case]) -> str:
     for case in cases:
         work = case.work
         sizes = ", ".join(f"{name} {value}" for name, value in asdict(work.model).items() if name != "microbatches")
+        zero = f"ZeRO {work.stage}" + (f" accumulating {work.accumulate}" if work.accumulate else "")
         lines.append(
-            f"{work.name}: {sizes}; {plural(work.microbatches, 'microbatch')}; engine: ZeRO {work.stage}, "
+            f"{work.name}: {sizes}; {plural(work.microbatches, 'microbatch')}; engine: {zero}, "
             f"{work.schedule}; {len(case.systems[0].seconds)} steps timed"
         )
     return "\n".join(lines)

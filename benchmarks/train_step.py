@@ -26,7 +26,7 @@ from benchmarks.job import JobError, run_job
 from benchmarks.machine import summary
 from benchmarks.peers import PEERS, Peer, check_installed, find_peer
 from benchmarks.results import ENGINE, Case, LossError, Measured
-from benchmarks.work import MODELS, Work, parse_layout, parse_model, standard_set
+from benchmarks.work import ACCUMULATE, MODELS, Work, parse_layout, parse_model, standard_set
 from engine.errors import EngineError, UsageError
 
 RESULTS = Path(__file__).parent / "results"
@@ -83,6 +83,9 @@ def parser() -> argparse.ArgumentParser:
     add("--peers", type=names, help=f"comma-separated: {', '.join(PEERS)}, or module:function; default: plain")
     add("--schedule", default="1f1b", help="this engine's pipeline schedule")
     add("--stage", type=int, default=2, choices=(0, 1, 2), help="this engine's ZeRO stage")
+    add(
+        "--accumulate", choices=ACCUMULATE, help="how this engine adds up microbatches' gradients; default: its stage's"
+    )
     add("--accumulation", type=int, help="microbatches of a step; default: up to 8 in a pipeline, else 1")
     add("--rounds", type=int, default=3, help="jobs of each system, in turn")
     add("--steps", type=int, default=5, help="timed steps of each job")
@@ -113,13 +116,16 @@ def single(options: argparse.Namespace) -> Work:
     if options.accumulation is not None and options.accumulation < 1:
         raise UsageError(f"--accumulation {options.accumulation}: a step has at least 1 microbatch")
     name = options.model if options.model in MODELS else "own sizes"
-    work = Work(layout, parse_model(options.model), name, options.accumulation, options.schedule, options.stage)
+    work = Work(
+        layout, parse_model(options.model), name, options.accumulation, options.schedule, options.stage,
+        accumulate=options.accumulate,
+    )  # fmt: skip
     return common(work, options)
 
 
 def standard(options: argparse.Namespace, made: argparse.ArgumentParser) -> list[tuple[Work, list[str]]]:
     """Return the standard cases. Raises UsageError for an option that would be ignored."""
-    fixed = ("layout", "nproc", "model", "peers", "schedule", "stage", "accumulation")
+    fixed = ("layout", "nproc", "model", "peers", "schedule", "stage", "accumulate", "accumulation")
     given = [f"--{name}" for name in fixed if getattr(options, name) != made.get_default(name)]
     if given:
         raise UsageError(f"--standard has its own layouts, models and peers: leave out {', '.join(given)}")

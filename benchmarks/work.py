@@ -43,6 +43,7 @@ class Model:
             raise UsageError(f"--model hidden={self.hidden} does not divide into heads={self.heads}")
 
 
+ACCUMULATE = ("full", "shard")
 MODELS = {
     "default": Model(),
     # Many parameters for few tokens: what a step costs is what it sends.
@@ -64,6 +65,8 @@ class Work:
     """This engine's pipeline schedule; it says how many chunks each rank has, and where."""
     stage: int = 2
     """This engine's ZeRO stage."""
+    accumulate: str | None = None
+    """How this engine adds up the gradients of microbatches, `full` or `shard`; None: as its stage does by itself."""
     share_parameters: bool = False
     """Whether this engine's data ranks hold one copy of the parameters in common."""
     device: str = "cpu"
@@ -89,6 +92,8 @@ class Work:
                 f"choose --model batch= a multiple of {self.layout.data}"
             )
         schedule_named(self.schedule)
+        if self.accumulate not in (None, *ACCUMULATE):
+            raise UsageError(f"--accumulate {self.accumulate}: choose {' or '.join(ACCUMULATE)}")
         sizes, tensor = self.model, self.layout.tensor
         if sizes.heads % tensor or sizes.vocabulary % tensor:
             raise LayoutError(
@@ -184,11 +189,12 @@ def _integers(option: str, text: str, known: Any) -> dict[str, int]:
 def standard_set() -> list[tuple[Work, list[str]]]:
     """Return the cases of `make bench`, each with the peers that do the same work."""
     data, default, heavy = ["ddp", "zero1", "fsdp2", "deepspeed"], MODELS["default"], MODELS["heavy"]
+    full = "full"  # one reduction for one microbatch, as the peers make it
     return [
-        (Work(Layout(data=2), default), data),
-        (Work(Layout(data=2), heavy, "heavy"), data),
-        (Work(Layout(data=4), default), data),
-        (Work(Layout(data=4), heavy, "heavy"), data),
+        (Work(Layout(data=2), default, accumulate=full), data),
+        (Work(Layout(data=2), heavy, "heavy", accumulate=full), data),
+        (Work(Layout(data=4), default, accumulate=full), data),
+        (Work(Layout(data=4), heavy, "heavy", accumulate=full), data),
         (Work(Layout(tensor=2), default), ["dtensor"]),
         (Work(Layout(pipeline=2), default), ["torch_1f1b"]),
         (Work(Layout(pipeline=4), default), ["torch_1f1b"]),

@@ -80,7 +80,7 @@ def engine_trainer(work: Work, mesh: engine.Mesh) -> engine.TrainStep:
     """Build this engine's trainer."""
     model = engine_model(work, mesh)
     engine.load_full_state_dict(model, mesh, gpt(work.model, work.seed).state_dict())
-    options = {"stage": work.stage, "share_parameters": work.share_parameters, **ADAMW}
+    options = {"stage": work.stage, "accumulate": work.accumulate, "share_parameters": work.share_parameters, **ADAMW}
     optimizer = engine.zero.ZeroOptimizer(model, torch.optim.AdamW, mesh, **options)
     loss = next_token_loss(mesh.tensor)
     return engine.TrainStep(model, optimizer, loss, mesh, microbatches=work.microbatches, schedule=work.schedule)
