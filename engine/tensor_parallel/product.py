@@ -101,7 +101,7 @@ class _ColumnProduct(torch.autograd.Function):
                 if dim is None
                 else _launch(comm, comm.reduce_scatter, grad_x, dim)
             )
-        grad_bias = grads[0].flatten(0, -2).sum(0) if needs_bias else None
+        grad_bias = grads[0].reshape(-1, grads[0].shape[-1]).sum(0) if needs_bias else None
         whole = gathered() if gathered else x
         grad_weight = ctx.of_weight(grads[0], whole) if needs_weight else None
         grad_adapter = ctx.of_adapter(grads[1], whole) if needs_adapter else None
