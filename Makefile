@@ -21,16 +21,16 @@ $(READY): pyproject.toml pins.txt
 train: setup ## Train a GPT on real text over data 2 x pipeline 2 x tensor 2: 8 processes on this CPU.
 	$(BIN)/torchrun --standalone --nproc-per-node 8 -m examples.gpt.train --config examples/gpt/config.yaml
 
-# What moves values over a transport, as much as ten minutes hold. The rest is pure, names its transport, or starts
-# programs of its own; CI runs everything on both.
+# As much as ten minutes hold: all tests but the benchmarks' own, and again on transport torch what moves values. CI
+# runs everything on both.
 TALKING := $(wildcard tests/test_communicator*.py) tests/test_comm_messages.py tests/test_comm_apart.py \
 	tests/test_comm_failures.py
 
-test: setup ## Run all tests, and those that move values on transport torch too.
-	$(BIN)/python -m pytest
+test: setup ## Run the tests of engine and examples, and those that move values on transport torch too.
+	$(BIN)/python -m pytest --ignore-glob='tests/test_benchmark_*'
 	ENGINE_TRANSPORT=torch $(BIN)/python -m pytest $(TALKING)
 
-test-all: setup ## Run all tests on transport shm and all on torch, as CI does.
+test-all: setup ## Run all tests, the benchmarks' too, on transport shm and on torch, as CI does.
 	ENGINE_TRANSPORT=shm $(BIN)/python -m pytest
 	ENGINE_TRANSPORT=torch $(BIN)/python -m pytest
 

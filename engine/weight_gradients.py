@@ -201,6 +201,11 @@ class WeightGradients:
             sink.add(left, _rows(right))
 
 
+_SEEN = frozenset(
+    {F.linear, F.embedding, torch.addmm, weight_gradient_of, torch.autograd.backward, torch.autograd.grad}
+)
+
+
 class _Catching(TorchFunctionMode):
     """Sees every call of torch's functions."""
 
@@ -210,7 +215,7 @@ class _Catching(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         options = kwargs or {}
-        if torch.compiler.is_compiling():
+        if func not in _SEEN or torch.compiler.is_compiling():  # every look at a tensor's shape comes here too
             return func(*args, **options)
         if func is F.linear:
             caught = self._product(*_of_linear(*args, **options), 0)
