@@ -139,7 +139,10 @@ def trivial_pipeline(work: Work, mesh: engine.Mesh) -> Trivial:
             elif each.kind != "weight_gradient":
                 torch.autograd.backward([outputs.pop(key)], [torch.ones(1)])
 
-    return Trivial(lambda: executor.run(program, batches, lambda output, _: output), plain, len(actions), optimizer)
+    def run() -> None:
+        executor.run(program, batches, lambda output, _: output, weight_gradients=train._weight_gradients)
+
+    return Trivial(run, plain, len(actions), optimizer)
 
 
 def _median(run: Callable[[], None]) -> float:

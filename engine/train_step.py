@@ -226,7 +226,12 @@ class TrainStep:
             pipeline = self.mesh.pipeline
             last = self._executor.last_rank
             wrong = next((type(output).__name__ for output in outputs if not isinstance(output, Tensor)), None)
-            joined = torch.cat(outputs) if outputs and wrong is None else None
+            joined = None
+            if outputs and wrong is None:
+                try:
+                    joined = torch.cat(outputs)
+                except RuntimeError as error:  # the other ranks wait to be told
+                    wrong = f"tensors that cannot be joined: {error}"
             told = pipeline.broadcast_object(wrong if joined is None else (joined.shape, joined.dtype), last)
             if isinstance(told, str):
                 raise UsageError(f"predict joins one tensor over the microbatches, the model returned {told}")

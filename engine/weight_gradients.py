@@ -147,6 +147,8 @@ class WeightGradients:
             return None
         base = weight._base
         transposed = base is not None and weight.dim() == base.dim() == 2 and _geometry(weight) == _geometry(base.t())
+        if transposed and (weight._backward_hooks or weight.retains_grad):
+            return None
         parameter = base if transposed else weight
         if type(parameter) is not nn.Parameter or not self._is_plain(parameter):
             return None

@@ -107,8 +107,8 @@ def test_ratios_are_against_the_engine_and_torchs_1f1b() -> None:
     Console(width=200, quiet=True).print(pipeline_results.table(cases))
 
 
-def overheads(mesh: engine.Mesh) -> Any:
-    work = Work(mesh.layout, parse_model(TINY), "tiny", 4)
+def overheads(mesh: engine.Mesh, schedule: str) -> Any:
+    work = Work(mesh.layout, parse_model(TINY), "tiny", 4, schedule)
     trivial = trivial_pipeline(work, mesh)
     gradients = []
     for run in (trivial.plain, trivial.run):
@@ -120,10 +120,11 @@ def overheads(mesh: engine.Mesh) -> Any:
     return gradients, trivial.actions, overhead(work, mesh)
 
 
-def test_the_overhead_is_of_the_same_forwards_and_backwards(world: World) -> None:
-    for gradients, actions, seconds in world.run(Layout(pipeline=2), overheads):
+@pytest.mark.parametrize(("schedule", "kinds"), [("1f1b", 2), ("zero_bubble", 3)])
+def test_the_overhead_is_of_the_same_forwards_and_backwards(world: World, schedule: str, kinds: int) -> None:
+    for gradients, actions, seconds in world.run(Layout(pipeline=2), overheads, schedule):
         assert gradients == [{"0.weight": 4.0, "1.weight": 4.0}] * 2
-        assert actions == 8
+        assert actions == kinds * 4
         assert 0 < seconds < 0.01
 
 

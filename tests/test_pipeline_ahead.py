@@ -1,17 +1,25 @@
 """Programs that post receives one computation ahead and wait for sends one later: what they are, that they end, and
-what messages then cost.
+what messages then cost; and gradients that are reduced while other stages compute.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
+import pytest
+import torch
+from torch import Tensor, nn
+
+import engine
+from engine import LayerSpec, Layout, PipelineModel
 from engine.errors import LayoutError
 from engine.pipeline import rendezvous
 from engine.pipeline.schedule import Compute, Exchange, Message, Program, Stages, forward_only, programs
 from engine.pipeline.schedules import SCHEDULES, gpipe, one_f_one_b
 from engine.pipeline.verify import check_programs, posted_late, verify
+from tests.world import World
 
 
 def forward(stage: int, i: int) -> Compute:
@@ -101,3 +109,46 @@ def test_messages_cost_what_they_cost_where_nothing_waits_for_them_in_vain() -> 
 
     ahead, at_once = programs(plan, stages, ahead=True), programs(plan, stages)
     assert step(ahead) == step([free(program, rank) for rank, program in enumerate(ahead)]) < step(at_once)
+
+
+# ---- gradients -------------------------------------------------------------------------------------------------------
+
+
+def reductions(mesh: engine.Mesh, schedule: str, placement: str) -> list[Any]:
+    """What happens in the second step: the stages whose weight gradients are made, and reductions that start."""
+    specs = [LayerSpec(nn.Linear, 4, 4, bias=False) for _ in range(4)]
+    model = PipelineModel(specs, mesh, balance="uniform", chunks=2, placement=placement)
+    optimizer = engine.zero.ZeroOptimizer(model, torch.optim.SGD, mesh, accumulate="full", bucket_mib=1e-9, lr=0.1)
+
+    def squared(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
+        return (output - target).square().sum(), target.shape[0]
+
+    step = engine.TrainStep(model, optimizer, squared, mesh, microbatches=2, schedule=schedule)
+    events: list[Any] = []
+    microbatch, reduce_scatter = optimizer.microbatch, mesh.data.reduce_scatter
+
+    def noted(**options: Any) -> Any:
+        events.append(options["stage"])
+        return microbatch(**options)
+
+    def started(*args: Any, **options: Any) -> Any:
+        events.append("start")
+        return reduce_scatter(*args, **options)
+
+    optimizer.microbatch, mesh.data.reduce_scatter = noted, started  # type: ignore[method-assign]
+    x = torch.ones(4, 4)
+    step(x, 2 * x)
+    events.clear()
+    step(x, 2 * x)
+    return events
+
+
+@pytest.mark.parametrize(("schedule", "placement"), [("interleaved", "loop"), ("zero_bubble_v", "v")])
+def test_a_stages_gradients_are_reduced_while_the_others_compute(world: World, schedule: str, placement: str) -> None:
+    results = world.run(Layout(data=2, pipeline=2), reductions, schedule, placement, transport="torch")
+    for rank, events in enumerate(results):
+        first, other = Stages(2, 2, placement).on(rank // 2)
+        assert sorted(map(str, events)) == sorted([str(first), str(other)] * 2 + ["start"] * 2)
+        for stage in (first, other):
+            last = len(events) - 1 - events[::-1].index(stage)
+            assert events[last + 1] == "start", events

@@ -156,6 +156,25 @@ def test_layers_that_communicate_drop_and_pass_pairs_are_measured(world: World) 
         assert set(names) <= {None}
 
 
+def test_layers_are_measured_in_the_mode_in_which_they_are_built() -> None:
+    seen = set()
+
+    class Fixed(nn.Module):
+        """Of one row, which a norm that learns would refuse."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4).eval()
+
+        def forward(self, x: Tensor) -> Tensor:
+            seen.add((self.training, self.norm.training))
+            return self.norm(self.linear(x))
+
+    with engine.init(Layout(), device="cpu") as mesh:
+        PipelineModel([LayerSpec(Fixed)] * 2, mesh, balance="measured", chunks=2, sample=torch.ones(1, 4))
+    assert seen == {(True, False)}
+
+
 class Fails(nn.Module):
     def __init__(self, rank: int, where: str) -> None:
         super().__init__()

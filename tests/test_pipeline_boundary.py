@@ -257,6 +257,44 @@ def test_gradients_come_back_for_floats_that_require_one_and_for_nothing_else(wo
     assert world.run(Layout(pipeline=3), sent, True) == [up, up, down]
 
 
+class Counts(nn.Module):
+    """Returns a buffer, which it changes again in the next forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, dtype=torch.float64))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Any:
+        return x * self.weight, self.count.add_(1)
+
+
+class Counted(nn.Module):
+    def forward(self, x: Any) -> Tensor:
+        return x[0] * 0 + x[1]
+
+
+def counted(mesh: engine.Mesh) -> list[float]:
+    found: list[float] = []
+
+    def note(output: Tensor, _target: Tensor) -> tuple[Tensor, int]:
+        found.append(output[0, 0].item())
+        return output.sum(), 1
+
+    model = PipelineModel([LayerSpec(Counts), LayerSpec(Counted)], mesh, balance="uniform")
+    optimizer = engine.zero.ZeroOptimizer(model, torch.optim.SGD, mesh, lr=0.1)
+    step = engine.TrainStep(model, optimizer, note, mesh, microbatches=4, schedule="gpipe")
+    x = torch.ones(8, 4, dtype=torch.float64)
+    step(x, x)
+    step.evaluate(x, x)
+    return found
+
+
+@pytest.mark.parametrize("transport", ["torch", "shm"])
+def test_a_buffer_that_changes_while_it_is_sent_arrives_as_it_was(world: World, transport: str) -> None:
+    assert world.run(Layout(pipeline=2), counted, transport=transport)[1] == [1, 2, 3, 4, 5, 6, 7, 8]
+
+
 # ---- taking apart and putting together -------------------------------------------------------------------------------
 
 

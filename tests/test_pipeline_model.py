@@ -90,6 +90,15 @@ def test_a_tie_may_name_a_nested_parameter() -> None:
     assert model.get_parameter("0.inner.weight").grad is not None
 
 
+SHARED = nn.Linear(4, 4)
+
+
+class Head(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = SHARED
+
+
 @pytest.mark.parametrize(
     ("wrong", "text"),
     [
@@ -99,6 +108,9 @@ def test_a_tie_may_name_a_nested_parameter() -> None:
         ([LayerSpec(nn.Linear, 4, 4, tied={"k": "weight"}), LayerSpec(nn.Linear, 4, 5, tied={"k": "weight"})],
          "Linear's weight is torch.float32 (5, 4), the first layer's is torch.float32 (4, 4)"),
         ([nn.Linear(4, 4)], "takes LayerSpecs, got Linear"),
+        ([LayerSpec(nn.Sequential, nn.Linear(4, 4)), LayerSpec(nn.Tanh), LayerSpec(lambda: SHARED), LayerSpec(Head)],
+         "2.weight and 3.inner.weight are one parameter, and on two ranks would be two: build it in each layer, and "
+         "tie them: LayerSpec(..., tied={'shared': 'inner.weight'})"),
     ],
 )  # fmt: skip
 def test_wrong_specs_are_refused(wrong: Any, text: str) -> None:

@@ -163,7 +163,7 @@ def test_costs_that_cannot_be_are_refused() -> None:
     stages = Stages(2)
     with pytest.raises(LayoutError, match="forward has 3 costs for 2 virtual stages: give one for each"):
         simulate(one_f_one_b(stages, 2), stages, 2, Costs(forward=[1, 2, 3]))
-    for wrong in ({"message": -1.0}, {"forward": [1, float("nan")]}):
+    for wrong in ({"message": -1.0}, {"forward": [1, float("nan")]}, {"forward": float("inf")}):
         with pytest.raises(UsageError, match="costs are at least 0"):
             Costs(**wrong)
     with pytest.raises(UsageError, match="its forward has not run"):

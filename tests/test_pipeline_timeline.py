@@ -273,6 +273,13 @@ def test_files_that_are_no_timeline_are_refused(tmp_path: Path, capsys: pytest.C
     assert "step 2, rank 1: its times go back" in broken(lambda d: d["steps"][2][1][0].update(end=0.1))
     assert "'ranks'" in broken(lambda d: d["stages"].pop("ranks"))
     assert "KeyError('stages')" in broken(lambda d: d.pop("stages"))
+    assert "IndexError(" in broken(lambda d: d["steps"][0][0][0].update(held=[]))
+    assert "OverflowError(" in broken(lambda d: d.update(microbatches=float("inf")))
+    assert "it has 1000000000000 microbatches" in broken(lambda d: d.update(microbatches=10**12))
+    assert "chunks=1000000000000" in broken(lambda d: d["stages"].update(chunks=10**12))
+    for odd in (float("nan"), float("inf")):
+        text = broken(lambda d, odd=odd: d["steps"][1][0][-1].update(end=odd))
+        assert "step 1, rank 0: its times are not all numbers" in text
     assert main(["--measured", str(tmp_path / "none.json"), "--out", "a.png"]) == 2
     assert "No such file" in capsys.readouterr().err
     assert main(["--measured", str(good), "--stages", "2", "--forward", "2", "--out", "a.png"]) == 2

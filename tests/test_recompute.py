@@ -334,6 +334,42 @@ def test_running_statistics_change_once_and_hooks_and_keywords_work() -> None:
         assert torch.equal(wanted.grad, got.grad)
 
 
+class Changes(nn.Module):
+    """Takes a dict, and gives back the same with another `x` and one key less; draws from a generator of its own."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4, dtype=DOUBLE)
+        self.own = torch.Generator().manual_seed(seed)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, given: dict[str, Any]) -> Any:
+        self.calls = self.calls + 1
+        drawn = torch.rand(given["x"].shape, generator=self.own, dtype=DOUBLE)
+        given["x"] = self.linear(given["x"]).tanh() * drawn + sum(given["all"])
+        given["all"].append(given["x"].sin() * torch.rand((), generator=given["generator"], dtype=DOUBLE))
+        given.setdefault("more", given["x"].cos())
+        return given
+
+
+def test_changed_dicts_and_lists_and_generators_are_again_as_they_were() -> None:
+    mesh, found = plan_mesh(Layout(), 0), []
+    for choice in (None, "full"):
+        model = PipelineModel([LayerSpec(Changes, seed) for seed in range(3)], mesh, recompute=choice)
+        for number in range(2):
+            x = rows(6, number)[0].requires_grad_()
+            given = {"x": x, "all": [x * 1.0], "generator": torch.Generator().manual_seed(9)}
+            output = model(given)
+            assert output is given
+            assert len(output["all"]) == 4
+            (output["x"] + output["more"]).square().sum().backward()
+        draws = [torch.rand(3, generator=each) for each in (given["generator"], model.get_submodule("0").own)]
+        found.append([x.grad, *draws, *model.buffers(), *(p.grad for p in model.parameters())])
+    for wanted, got in zip(*found, strict=True):
+        assert torch.equal(wanted, got)
+    assert model.get_buffer("0.calls") == 2
+
+
 # ---- what is refused -------------------------------------------------------------------------------------------------
 
 
@@ -373,6 +409,11 @@ class Spoil(nn.Module):
         return x["x"].detach().mul_(2.0).sum() * 0 + x["z"]
 
 
+class Summed(nn.Module):
+    def forward(self, xs: Any) -> Tensor:
+        return sum(xs)
+
+
 def refuse(mesh: engine.Mesh) -> list[str]:
     def build(recompute: Any) -> PipelineModel:
         return PipelineModel([LayerSpec(Deep) for _ in range(3)], mesh, balance="uniform", recompute=recompute)
@@ -396,6 +437,7 @@ def refuse(mesh: engine.Mesh) -> list[str]:
             lambda: spoil(Twice, InPlace, recompute="full"),
             lambda: spoil(Through, Middle, Spoil, recompute=["0"]),
             lambda: spoil(Through, Middle, Spoil, recompute=["1"]),
+            lambda: PipelineModel([LayerSpec(Summed)], plan_mesh(Layout(), 0), recompute="full")(iter(rows(2))),
         ]
     )
     build(2)  # the mesh still works
@@ -417,6 +459,7 @@ def test_wrong_choices_and_inputs_changed_in_place_are_refused_on_every_rank(wor
         "Recomputed[InPlace]: its input was changed in place, by itself or by a later layer",
         "no error",
         "Recomputed[Middle]: its input was changed in place",
+        "Recomputed[Summed]: its input has a tuple_iterator, which can be gone through only once",
     ]
     for texts in world.run(Layout(pipeline=2), refuse):
         assert len(texts) == len(expected)

@@ -140,6 +140,7 @@ def train_plainly(start: dict[str, Tensor], tied: bool) -> dict[str, Any]:
     [
         (Layout(pipeline=2, tensor=2), None, False, "1f1b"),
         (Layout(pipeline=2, tensor=2), 1, True, "1f1b"),
+        (Layout(pipeline=2, tensor=2), 1, True, "zero_bubble"),
         (Layout(data=2, pipeline=2, tensor=2), 1, False, "gpipe"),
     ],
     ids=str,

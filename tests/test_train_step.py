@@ -458,15 +458,24 @@ def uncut(mesh: engine.Mesh) -> list[str]:
     x, y = rows(4)
     calls = [
         lambda other=other: step(x, other)
-        for other in (y.numpy(), Rows(y), UserDict(y=y), [[1.0], [2.0]], {"y": [1, 2]})
+        for other in (
+            y.numpy(),
+            Rows(y),
+            UserDict(y=y),
+            [[1.0], [2.0]],
+            {"y": [1, 2]},
+            (y, iter(y)),
+            {"y": y, "more": {y}},
+        )
     ]
     return [*refusals(calls), *refusals([lambda: step.predict({"x": Rows(x)})])]
 
 
 def test_rows_in_containers_that_cannot_be_cut_are_refused_on_every_rank(world: World) -> None:
     for texts in world.run(Layout(pipeline=2), uncut):
+        numbers = ["list of numbers"] * 2
         for text, kind in zip(
-            texts, ("ndarray", "Rows", "UserDict", "list of numbers", "list of numbers", "Rows"), strict=True
+            texts, ("ndarray", "Rows", "UserDict", *numbers, "tuple_iterator", "set", "Rows"), strict=True
         ):
             assert f"a {kind} is not cut into microbatches" in text
 
@@ -496,17 +505,26 @@ class TwoOutputs(nn.Module):
         return y, y
 
 
-def predict_pairs(mesh: engine.Mesh) -> str:
-    model = engine.PipelineModel([LayerSpec(Layer), LayerSpec(TwoOutputs)], mesh, balance="uniform")
-    optimizer = engine.zero.ZeroOptimizer(model, torch.optim.SGD, mesh, lr=0.1)
-    step = engine.TrainStep(model, optimizer, lambda o, t: squared(o[0], t), mesh)
-    text = refusals([lambda: step.predict(rows(2)[0])])[0]
-    step(*rows(2))  # every rank left predict together
-    return text
+class OneNumber(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).sum()
 
 
-def test_a_prediction_that_is_no_tensor_is_refused_on_every_stage(world: World) -> None:
-    assert all("the model returned tuple" in text for text in world.run(Layout(pipeline=2), predict_pairs))
+def predict_wrong(mesh: engine.Mesh) -> list[str]:
+    texts = []
+    for last in (TwoOutputs, OneNumber):
+        model = engine.PipelineModel([LayerSpec(Layer), LayerSpec(last)], mesh, balance="uniform")
+        optimizer = engine.zero.ZeroOptimizer(model, torch.optim.SGD, mesh, lr=0.1)
+        step = engine.TrainStep(model, optimizer, lambda o, _: (o[0].sum() if isinstance(o, tuple) else o, 1), mesh)
+        texts += refusals([lambda step=step: step.predict(rows(2)[0])])
+        step(*rows(2))  # every rank left predict together
+    return texts
+
+
+def test_a_prediction_that_is_not_one_tensor_of_rows_is_refused_on_every_stage(world: World) -> None:
+    for pair, number in world.run(Layout(pipeline=2), predict_wrong):
+        assert "the model returned tuple" in pair
+        assert "the model returned tensors that cannot be joined: zero-dimensional" in number
 
 
 def mixed_precision(mesh: engine.Mesh) -> list[float]:

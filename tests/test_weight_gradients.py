@@ -118,6 +118,12 @@ def by_hand(m: Any, x: Tensor) -> Tensor:
     return x @ m.part.weight.t() + F.linear(x, m.part.weight.t(), m.part.bias)
 
 
+def hooked(m: Any, x: Tensor) -> Tensor:
+    transposed = m.part.weight.t()
+    transposed.register_hook(lambda gradient: 2 * gradient)
+    return F.linear(x, transposed, m.part.bias)
+
+
 def by_keyword(m: Any, x: Tensor) -> Tensor:
     return F.linear(bias=m.part.bias, input=x, weight=m.part.weight)
 
@@ -162,6 +168,7 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "tied": (tied, 2),
     "stored transposed": (lambda: nn.Sequential(StoredTransposed(), linear(6, 4)), 2),
     "transposed by hand": (lambda: Of(by_hand, part=linear()), 1),
+    "hook on the transpose": (lambda: Of(hooked, part=linear()), 0),
     "by keyword": (lambda: Of(by_keyword, part=linear()), 1),
     "scaled addmm": (lambda: Of(scaled, part=linear()), 0),
     "one bias": (lambda: Of(with_one_bias, part=OneBias()), 0),

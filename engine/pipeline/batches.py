@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -74,8 +75,11 @@ def _check_lists(tree: Any) -> None:
 
 
 def _without_rows(leaf: Any) -> Any:
-    held = vars(leaf).values() if hasattr(leaf, "__dict__") else ()
-    if isinstance(leaf, Mapping) or hasattr(leaf, "__array__") or any(isinstance(x, Tensor) and x.dim() for x in held):
+    held: Collection[Any] = vars(leaf).values() if hasattr(leaf, "__dict__") else ()
+    if isinstance(leaf, Set | deque):
+        held = leaf
+    whole = isinstance(leaf, Mapping | Iterator) or hasattr(leaf, "__array__")  # of an iterator, the first has all
+    if whole or any(isinstance(x, Tensor) and x.dim() for x in held):
         raise UsageError(
             f"a {type(leaf).__name__} is not cut into microbatches: pass its tensors in tuples, lists or dicts "
             f"(torch.as_tensor for an array, dict(...) for a mapping)"

@@ -128,6 +128,7 @@ class _Run:
         self.forms: dict[Key, Form] = {}  # of outputs whose gradients have not been asked for
         self.posts: list[Message] = []  # receives that cannot be posted yet
         self.works: dict[Message, list[Work]] = {}  # what is waited for later
+        self.buffers: set[int] | None = None  # where the model's buffers lie, once that is asked for
         kind = executor.device.type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         self.trains = torch.is_grad_enabled()
@@ -161,7 +162,7 @@ class _Run:
             # Copies, as messages make them: the next layer may change them in place.
             self.arrived[stage + 1, i] = (form, [x.detach().clone() for x in tensors])
         else:
-            self.outputs[stage, i] = (form, [x.detach() for x in tensors])
+            self.outputs[stage, i] = (form, [self._leaving(x) for x in tensors])
             if self.trains:
                 self.forms[stage, i] = form
 
@@ -186,6 +187,17 @@ class _Run:
             leaves = self.inputs[key] = [x.requires_grad_() for x in form.differentiable(tensors)]
             tensors = [apply(_Enter, x) if x.requires_grad else x for x in tensors] if leaves else tensors
         return put_together(form.tree, tensors)
+
+    def _leaving(self, x: Tensor) -> Tensor:
+        """Return what is sent of an output: its own memory, or where that is a buffer's, which the layers may change
+        before it has left, a copy.
+        """
+        if x.grad_fn is None:
+            if self.buffers is None:
+                self.buffers = {each.untyped_storage().data_ptr() for each in self.executor.module.buffers()}
+            if x.untyped_storage().data_ptr() in self.buffers:
+                return x.detach().clone()
+        return x.detach()
 
     def _is_trained(self, key: Key) -> bool:
         """Whether anything that this rank used for a microbatch requires a gradient."""

@@ -106,9 +106,10 @@ class PipelineModel(StageModule):
         Every rank must pass the same. Nothing is sent, except that with `recompute` or `measured` all ranks of the mesh
         talk, and must build the model at the same time.
 
-        Raises LayoutError when the layers do not fill the stages, UsageError for a wrong tie, an unknown placement, a
-        layer whose work cannot be counted or that fails when it is measured, a missing or needless sample, and
-        something to recompute that is not there; the last three on every rank.
+        Raises LayoutError when the layers do not fill the stages, UsageError for a wrong tie, a parameter that two
+        layers here have in common without one, an unknown placement, a layer whose work cannot be counted or that fails
+        when it is measured, a missing or needless sample, and something to recompute that is not there; the last three
+        on every rank.
         """
         super().__init__()
         self.specs, self.mesh = tuple(specs), mesh
@@ -125,6 +126,7 @@ class PipelineModel(StageModule):
         self.layers = tuple(index for stage in self.virtual.on(self.stage) for index in self.stages[stage])
         for index in self.layers:
             self.add_module(str(index), _build(self.specs, index, mesh.seed))
+        self._refuse_shared()
         self.ties = self._tie()
         recompute_parts(self, recompute, mesh)
         self.to(mesh.device)
@@ -171,6 +173,19 @@ class PipelineModel(StageModule):
         for layer in rest:
             x = layer(x)
         return x
+
+    def _refuse_shared(self) -> None:
+        """Refuse a parameter that two layers were built with: where these are on two ranks it would be two."""
+        owners: dict[int, tuple[int, str]] = {}
+        for index in self.layers:
+            for path, parameter in self.get_submodule(str(index)).named_parameters():
+                other, where = owners.setdefault(id(parameter), (index, path))
+                tied = path in self.specs[index].tied.values()
+                if other != index and parameter.requires_grad and not tied:
+                    raise UsageError(
+                        f"{other}.{where} and {index}.{path} are one parameter, and on two ranks would be two: build "
+                        f"it in each layer, and tie them: LayerSpec(..., tied={{'shared': {path!r}}})"
+                    )
 
     def _tie(self) -> tuple[Tied, ...]:
         """Make the tied parameters of this stage one object, with the first layer's value; return those of several

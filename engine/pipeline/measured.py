@@ -9,6 +9,7 @@ steps; a step is a list for each rank of its computations in order, an object ea
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -115,7 +116,7 @@ def read(path: Path) -> Measured:
         steps = tuple(tuple(tuple(map(_from_json, rank)) for rank in ranks) for ranks in document["steps"])
         found = Measured(str(document["schedule"]), stages, microbatches, steps)
         _check(found)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, ArithmeticError, RecursionError) as error:
         reason = error if isinstance(error, EngineError) else repr(error)
         raise UsageError(f"{path} is no recorded timeline: {reason}") from error
     return found
@@ -124,12 +125,17 @@ def read(path: Path) -> Measured:
 def _check(found: Measured) -> None:
     if not found.steps:
         raise UsageError("it has no step")
+    listed, least = sum(map(len, found.plan)), found.stages.count * found.microbatches
+    if not 0 < least <= listed:
+        raise UsageError(f"it has {found.microbatches} microbatches, {found.stages} and {listed} computations")
     check_plan(found.plan, found.stages, found.microbatches)
     for number, ranks in enumerate(found.steps):
         if tuple(tuple(each.action for each in rank) for rank in ranks) != found.plan:
             raise UsageError(f"step {number} has other computations than step 0, or in another order")
         for rank, computed in enumerate(ranks):
             times = [time for each in computed for time in (each.start, each.end)]
+            if not all(map(math.isfinite, times)):
+                raise UsageError(f"step {number}, rank {rank}: its times are not all numbers")
             if times != sorted(times) or min(times) < 0:
                 raise UsageError(f"step {number}, rank {rank}: its times go back")
 

@@ -23,8 +23,8 @@ _ROUNDS = 5
 
 
 def layer_times(build: Callable[[int], nn.Module], names: Sequence[str], mesh: Mesh, sample: Any) -> tuple[float, ...]:
-    """Return the seconds that a forward and backward of each layer take in training mode, the same on every rank: of
-    each rank's median over five rounds, after one that is not counted, the median over the ranks.
+    """Return the seconds that a forward and backward of each layer take in the mode in which it is built, the same on
+    every rank: of each rank's median over five rounds, after one that is not counted, the median over the ranks.
 
     build(i): makes layer i, on the CPU. names: the layers', for errors. sample: what layer 0 takes for one microbatch,
     a tensor, a tuple of arguments or a dict of keywords, of equal shapes on every rank; the other layers get what the
@@ -73,7 +73,7 @@ def _timed(layer: nn.Module, x: Any, device: torch.device, *, first: bool) -> tu
     """Return the median time of a layer in seconds, and its output, detached."""
     taken, output = [], None
     with ExitStack() as stack:
-        for module in layer.train().modules():
+        for module in layer.modules():
             rehearsal: Any = getattr(module, "rehearsal", None)
             if rehearsal is not None:  # of a module that else runs in a step only
                 stack.enter_context(rehearsal())

@@ -1,11 +1,13 @@
 """Layers, or modules inside them, whose forward runs again in backward: between the two only their inputs are kept.
 
-torch.utils.checkpoint does it, so autocast and torch's generators are as in the first run. A chosen module becomes one
+torch.utils.checkpoint does it, so autocast and torch's generators are as in the first run; so are generators of a
+module's own or among its inputs, and lists and dicts among these, also if they are changed. A chosen module becomes one
 of a class made here, which repr shows; its parameters, buffers and all names stay.
 """
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -110,9 +112,9 @@ def _recomputed(kind: type[nn.Module]) -> type[nn.Module]:
         if not torch.is_grad_enabled():
             return call(self, *args, **kwargs)
         part = _Part(self, call, len(args), tuple(kwargs))
-        # One by one, so that torch finds the tensors among them.
-        result = checkpoint(part, *args, *kwargs.values(), use_reentrant=False)
-        part.check_inputs((args, kwargs))
+        values = (*args, *kwargs.values())  # one by one, so that torch finds the tensors among them
+        result = checkpoint(part, *values, use_reentrant=False)
+        part.check_inputs(values)
         return result
 
     members = {"__call__": call_again, "__module__": kind.__module__, "__doc__": kind.__doc__}
@@ -125,38 +127,95 @@ class _Part:
     def __init__(self, module: nn.Module, call: Any, positional: int, names: tuple[str, ...]) -> None:
         self.module, self.call, self.positional, self.names = module, call, positional, names
         self.versions: list[int] | None = None
+        self.containers: dict[int, Any] = {}  # by place: what lists, tuples and dicts held, which a module may change
+        self.states: list[tuple[torch.Generator, Tensor]] = []  # of generators besides torch's own
 
     def __call__(self, *values: Any) -> Any:
-        args, kwargs = values[: self.positional], dict(zip(self.names, values[self.positional :], strict=True))
         if self.versions is None:
-            self.versions = _versions(values)
-            return self.call(self.module, *args, **kwargs)
+            self.versions = [tensor._version for tensor in _tensors(values)]
+            self.containers = {i: _copied(x) for i, x in enumerate(values) if isinstance(x, list | tuple | dict)}
+            self.states = [(each, each.get_state()) for each in self._generators(values)]
+            return self._run(values)
         self.check_inputs(values)
-        # What forward adds to a buffer, as running statistics, is there already.
-        kept = [(buffer, buffer.clone()) for buffer in self.module.buffers() if 0 not in buffer.stride()]
+        # What forward did to buffers, as to running statistics, is there already; so with what it drew.
+        kept = [(owner, name, x, None if 0 in x.stride() else x.clone()) for owner, name, x in _buffers(self.module)]
+        drawn = [(generator, generator.get_state()) for generator, _ in self.states]
+        for generator, state in self.states:
+            generator.set_state(state)
         try:
-            return self.call(self.module, *args, **kwargs)
+            return self._run(tuple(map(_copied, self._first(values))))
         finally:
-            for buffer, value in kept:
-                buffer.data.copy_(value)  # not a change in autograd's eyes: the value is what it was
+            for owner, name, buffer, value in kept:
+                if value is not None:
+                    buffer.data.copy_(value)  # not a change in autograd's eyes: the value is what it was
+                owner._buffers[name] = buffer
+            for generator, state in drawn:
+                generator.set_state(state)
 
-    def check_inputs(self, values: Any) -> None:
+    def check_inputs(self, values: Sequence[Any]) -> None:
         """Refuse inputs that are no longer what the first run found: the second would silently give something else."""
-        if _versions(values) != self.versions:
+        if [tensor._version for tensor in _tensors(self._first(values))] != self.versions:
             kind = type(self.module).__name__
             raise UsageError(
                 f"{kind}: its input was changed in place, by itself or by a later layer, and cannot be run again from "
                 f"it: change a copy, or leave this module out of recompute"
             )
 
+    def _run(self, values: Sequence[Any]) -> Any:
+        kwargs = dict(zip(self.names, values[self.positional :], strict=True))
+        return self.call(self.module, *values[: self.positional], **kwargs)
 
-def _versions(values: Any) -> list[int]:
-    return [tensor._version for tensor in _tensors(values) if not tensor.is_inference()]
+    def _first(self, values: Sequence[Any]) -> tuple[Any, ...]:
+        """Return the values as the first run found them."""
+        return tuple(self.containers.get(i, x) for i, x in enumerate(values))
+
+    def _generators(self, values: Sequence[Any]) -> list[torch.Generator]:
+        """Return the generators among the values and the module's attributes. Raises UsageError for an iterator."""
+        leaves = list(_leaves(values))
+        once = next((leaf for leaf in leaves if isinstance(leaf, Iterator)), None)
+        if once is not None:
+            raise UsageError(
+                f"{type(self.module).__name__}: its input has a {type(once).__name__}, which can be gone through only "
+                f"once, and the module runs again in backward: give it a list, or leave this module out of recompute"
+            )
+        attributes = (x for module in self.module.modules() for x in vars(module).values())
+        found = {id(x): x for x in (*leaves, *attributes) if isinstance(x, torch.Generator)}
+        return list(found.values())
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | tuple | dict):
+def _buffers(module: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
+    """Yield every buffer with the module and the name that have it."""
+    for owner in module.modules():
+        yield from ((owner, name, x) for name, x in owner._buffers.items() if x is not None)
+
+
+def _copied(value: Any) -> Any:
+    """Return lists, tuples and dicts of the same leaves, which are changed without the given ones."""
+    if isinstance(value, dict):
+        mapping = copy.copy(value)
+        for key, each in value.items():
+            mapping[key] = _copied(each)
+        return mapping
+    if isinstance(value, list):
+        items = copy.copy(value)
+        items[:] = map(_copied, value)
+        return items
+    if not isinstance(value, tuple):
+        return value
+    inside = [_copied(each) for each in value]
+    if all(each is before for each, before in zip(inside, value, strict=True)):
+        return value
+    return value._make(inside) if hasattr(value, "_make") else type(value)(inside)
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    """Yield the tensors whose changes are counted."""
+    yield from (leaf for leaf in _leaves(values) if isinstance(leaf, Tensor) and not leaf.is_inference())
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, list | tuple | dict):
         for each in value.values() if isinstance(value, dict) else value:
-            yield from _tensors(each)
+            yield from _leaves(each)
+    else:
+        yield value

@@ -19,7 +19,7 @@ class Costs:
     """What computations and messages take, in any unit of time, and what activations hold, in any unit of memory. A
     number, or one for each virtual stage.
 
-    Raises UsageError for a negative one.
+    Raises UsageError for a negative or an infinite one.
     """
 
     forward: PerStage = 1.0
@@ -39,8 +39,8 @@ class Costs:
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             each = [value] if isinstance(value, int | float) else value or []
-            if not all(number >= 0 for number in each):
-                raise UsageError(f"{name}={value!r}: costs are at least 0")
+            if not all(0 <= number < float("inf") for number in each):
+                raise UsageError(f"{name}={value!r}: costs are at least 0, and finite")
 
     def of(self, name: str, stage: int) -> float:
         """Return the cost called `name` of a virtual stage."""
