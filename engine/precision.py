@@ -158,7 +158,7 @@ class LossScaler:
             self.good_steps = self.good_steps + 1 if good else 0
             if not good:
                 self.value *= self._backoff
-            elif self.good_steps == self._interval:
+            elif self.good_steps >= self._interval:
                 self.value, self.good_steps = self.value * self._growth, 0
         return good
 

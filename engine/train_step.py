@@ -299,6 +299,7 @@ class TrainStep:
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
+        self.optimizer.wait_parameters()  # what runs then may use another module's
         modes = [(module, module.training) for module in self.model.modules()]
         self.model.eval()
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -451,19 +452,37 @@ def test_a_parameter_that_was_cast_replaced_or_added_under_the_optimizer_is_refu
         assert "was added or unfrozen after ZeroOptimizer was built, which does not update it" in added
 
 
-def sparse_gradient(mesh: engine.Mesh) -> str:
-    model = nn.Embedding(6, 2, sparse=True)
-    optimizer = ZeroOptimizer(model, torch.optim.SGD, mesh, lr=0.1)
-    model(torch.tensor([1, 2])).sum().backward()
-    try:
+def sparse_gradient(mesh: engine.Mesh) -> list[str]:
+    def train(accumulate: str, announced: bool) -> None:
+        model = nn.Embedding(6, 2, sparse=True)
+        optimizer = ZeroOptimizer(model, torch.optim.SGD, mesh, accumulate=accumulate, lr=0.1)
+        with optimizer.microbatch(last=True) if announced else nullcontext():
+            model(torch.tensor([1, 2])).sum().backward()
         optimizer.finish_gradients()
-    except EngineError as error:
-        return str(error)
-    return "no error"
+
+    return refusals([lambda w=w, a=a: train(w, a) for w in ("full", "shard") for a in (False, True)])
 
 
 def test_a_sparse_gradient_is_refused_on_every_rank(world: World) -> None:
-    assert all("sparse=False" in text for text in world.run(Layout(data=2), sparse_gradient))
+    for texts in world.run(Layout(data=2), sparse_gradient):
+        assert all("sparse=False" in text for text in texts)
+
+
+def built_again(mesh: engine.Mesh) -> Any:
+    model = nn.Linear(3, 1, bias=False)
+    first = ZeroOptimizer(model, torch.optim.SGD, mesh, lr=1.0)
+    scheduler = torch.optim.lr_scheduler.ConstantLR(first)  # keeps it alive
+    second = ZeroOptimizer(model, torch.optim.SGD, mesh, lr=1.0)
+    with second.microbatch(last=True):
+        (model.weight.sum() * (mesh.rank + 1)).backward()
+    second.finish_gradients()
+    return second.full_gradients()["weight"].tolist(), refusals([first.finish_gradients]), scheduler.last_epoch
+
+
+def test_an_optimizer_that_was_built_before_takes_no_gradient_from_the_one_that_trains(world: World) -> None:
+    for gradients, texts, _ in world.run(Layout(data=2), built_again):
+        assert gradients == [[3.0] * 3]
+        assert "'weight' was moved, cast or replaced after ZeroOptimizer was built" in texts[0]
 
 
 def memory(mesh: engine.Mesh, stage: int) -> tuple[int, int, int]:

@@ -264,6 +264,31 @@ def test_backwards_that_nobody_announced_are_reduced_at_the_end(world: World) ->
     assert world.run(Layout(data=2), untold) == [[18.0, 20.0, 0.0, 0.0, 0.0]] * 2
 
 
+def not_moved(mesh: engine.Mesh, cases: list[tuple[int, str]]) -> list[Any]:
+    """Gradients that have a graph of their own, and some made by hand before and inside a microbatch."""
+    found = []
+    for stage, accumulate in cases:
+        model = Branches()
+        optimizer = ZeroOptimizer(model, torch.optim.SGD, mesh, stage=stage, accumulate=accumulate, lr=1.0)
+        by_hand = torch.full((3,), 5.0, dtype=torch.float64)
+        model.parts[1].grad = by_hand.clone()
+        for number in range(2):
+            with optimizer.microbatch(last=number == 1):
+                (model.parts[0] * (mesh.rank + 1) + model.parts[0].square()).sum().backward(create_graph=True)
+                if number:
+                    model.parts[2].grad = by_hand.clone()
+        optimizer.finish_gradients()
+        found.append([gradient[0].item() for gradient in optimizer.full_gradients().values()])
+        optimizer.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("transport", ["torch", None])
+def test_gradients_that_no_hook_can_move_are_reduced_with_the_others(world: World, transport: str | None) -> None:
+    for found in world.run(Layout(data=2), not_moved, MODES, **({"transport": transport} if transport else {})):
+        assert found == [[6.0, 10.0, 10.0, 0.0, 0.0]] * len(MODES)
+
+
 class Product(nn.Module):
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()

@@ -166,6 +166,34 @@ def test_a_module_with_parameters_waits_for_those_inside_it_too(world: World) ->
     assert world.run(Layout(data=2), inside, transport="torch") == [[0, 1]] * 2
 
 
+class Borrower(nn.Module):
+    """Has no parameter of its own, and uses another module's without running it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.inner.weight)
+
+
+def evaluations(mesh: engine.Mesh) -> list[list[int]]:
+    model = Borrower()
+    optimizer = ZeroOptimizer(model, torch.optim.SGD, mesh, gather="forward", lr=0.1)
+    step = engine.TrainStep(model, optimizer, lambda output, _: (output.sum(), 1), mesh)
+    found = []
+    for read in (lambda x: step.evaluate(x, x), step.predict):
+        step(rows(mesh, 0), rows(mesh, 0))
+        found.append(sorted(optimizer._stepper._works))
+        read(rows(mesh, 1))
+        found.append(sorted(optimizer._stepper._works))
+    return found
+
+
+def test_an_evaluation_waits_for_all_parameters_whoever_uses_them(world: World) -> None:
+    assert world.run(Layout(data=2), evaluations, transport="torch") == [[[0], [], [0], []]] * 2
+
+
 def synchronized(mesh: engine.Mesh) -> Any:
     """The second rank's backward reaches the branches in another order, and one of them on one rank only."""
     torch.manual_seed(2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import engine
 from engine import LayerSpec, Layout
 from engine.precision import LossScaler, cast_parameters
 from engine.zero import ZeroOptimizer
+from tests.test_zero_matrices_gpt import Smooth
 from tests.world import World, refusals
 
 MODES = [(0, "full"), (1, "full"), (2, "full"), (2, "shard")]
@@ -41,23 +43,42 @@ def rows(step: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 def make_model(mesh: engine.Mesh, dtype: torch.dtype) -> nn.Module:
     model = engine.PipelineModel([LayerSpec(Layer) for _ in range(2)], mesh, balance="uniform")
-    return cast_parameters(model, dtype, keep_fp32=["*norm*"])
+    return model if dtype is torch.float32 else cast_parameters(model, dtype, keep_fp32=["*norm*"])
 
 
-def train(mesh: engine.Mesh, dtype: torch.dtype, cases: list[tuple[int, str, int]], scale: Any, wire: Any) -> list[Any]:
+KINDS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "AdamW": (torch.optim.AdamW, ADAMW),
+    "AdamW fused": (torch.optim.AdamW, {**ADAMW, "fused": True}),
+    "SGD": (torch.optim.SGD, {"lr": 1e-2, "momentum": 0.9, "weight_decay": 0.1}),
+    "matrices": (torch.optim.AdamW, ADAMW),  # those of one dim; the others whole
+}
+
+
+def grouped(kind: str, named: Iterable[tuple[str, Any]]) -> list[dict[str, Any]]:
+    groups: list[dict[str, Any]] = [{"params": []}, {"params": [], "optimizer": Smooth, "shard": "tensor", "lr": 0.01}]
+    for name, p in named:
+        groups[kind == "matrices" and p.dim() == 2]["params"].append((name, p))
+    return [group for group in groups if group["params"]]
+
+
+def train(
+    mesh: engine.Mesh, dtype: torch.dtype, cases: list[tuple[int, str, int]], scale: Any, wire: Any, kind: str = "AdamW"
+) -> list[Any]:
     found = []
+    optimizer_class, options = KINDS[kind]
     for stage, accumulate, microbatches in cases:
         model = make_model(mesh, dtype)
         start = engine.full_state_dict(model, mesh)
         optimizer = ZeroOptimizer(
             model,
-            torch.optim.AdamW,
+            optimizer_class,
             mesh,
+            groups=grouped(kind, model.named_parameters()),
             stage=stage,
             accumulate=accumulate,
             bucket_mib=1e-4,
             wire_dtype=wire,
-            **ADAMW,
+            **options,
         )
         step = engine.TrainStep(
             model, optimizer, squared, mesh, microbatches=microbatches, clip_grad_norm=1.0, loss_scale=scale
@@ -77,7 +98,7 @@ def train(mesh: engine.Mesh, dtype: torch.dtype, cases: list[tuple[int, str, int
 
 
 def train_plain(
-    start: dict[str, Tensor], dtype: torch.dtype, data: int, microbatches: int, scale: float
+    start: dict[str, Tensor], dtype: torch.dtype, data: int, microbatches: int, scale: float, kind: str = "AdamW"
 ) -> tuple[list[float], dict[str, Tensor]]:
     """fp32 masters and fp32 sums by hand, over the same parts of the batch."""
     model = nn.Sequential(Layer(), Layer())
@@ -89,7 +110,11 @@ def train_plain(
         ).to(dtype)
     model.load_state_dict(start)
     masters = {name: nn.Parameter(p.detach().float()) for name, p in model.named_parameters()}
-    optimizer = torch.optim.AdamW(masters.values(), **ADAMW)
+    optimizers = []
+    for group in grouped(kind, masters.items()):
+        own = [p for _, p in group["params"]]
+        optimizer_class, options = KINDS[kind]
+        optimizers.append(Smooth(own, lr=group["lr"]) if "lr" in group else optimizer_class(own, **options))
     norms = []
     for number in range(STEPS):
         sums = {name: torch.zeros(p.shape) for name, p in model.named_parameters()}
@@ -102,7 +127,8 @@ def train_plain(
         for name, master in masters.items():
             master.grad = sums[name] / (16 * scale)
         norms.append(nn.utils.clip_grad_norm_(masters.values(), 1.0).item())
-        optimizer.step()
+        for optimizer in optimizers:
+            optimizer.step()
         with torch.no_grad():
             for name, p in model.named_parameters():
                 p.copy_(masters[name])
@@ -135,6 +161,25 @@ def test_low_precision_equals_plain_training_with_fp32_masters(
                 torch.testing.assert_close(value, right[name].detach().view(-1), rtol=1e-5, atol=1e-7)
                 assert weights[name].dtype is (torch.float32 if "norm" in name else dtype)
                 assert torch.equal(weights[name].view(-1), value.to(weights[name].dtype))
+
+
+PRECISIONS = [(torch.float32, None), (torch.bfloat16, None), (torch.float16, 1024.0)]
+
+
+@pytest.mark.parametrize("kind", list(KINDS)[1:])
+@pytest.mark.parametrize(("dtype", "scale"), PRECISIONS, ids=str)
+def test_both_ways_of_adding_up_in_every_precision_with_every_kind_of_optimizer(
+    world: World, kind: str, dtype: torch.dtype, scale: float | None
+) -> None:
+    cases = [(2, "full", 4), (2, "shard", 4), (1, "full", 4)]
+    results = world.run(Layout(data=2), train, dtype, cases, scale, None, kind)
+    wanted_norms, right = train_plain(results[0][0][0], dtype, 2, 4, scale or 1.0, kind)
+    for each in results:
+        for case, (_, norms, _, masters) in zip(cases, each, strict=True):
+            assert norms == pytest.approx(wanted_norms, rel=1e-5)
+            for name, value in masters.items():
+                wanted = right[name].detach().view(-1)
+                torch.testing.assert_close(value, wanted, rtol=1e-5, atol=1e-6, msg=f"{case} {name}")
 
 
 def test_rounded_traffic_stays_within_its_bound(world: World) -> None:
@@ -253,6 +298,10 @@ def test_the_scaler_starts_grows_and_halves_as_torchs() -> None:
     again = LossScaler()
     again.load_state_dict(ours.state_dict())
     assert repr(again) == repr(ours)
+    shorter = LossScaler(interval=3)
+    shorter.load_state_dict({"value": 8.0, "good_steps": 5})  # of a run with a longer one
+    assert shorter.accept(good)
+    assert shorter.state_dict() == {"value": 16.0, "good_steps": 0}
 
 
 # ---- casting -------------------------------------------------------------------------------------------------------

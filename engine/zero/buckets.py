@@ -208,8 +208,9 @@ class FlatBucket:
 
     def start_reduction(self) -> Callable[[], None] | None:
         """Sum what has come since the last start over the data axis and add it to this step's sum; or start it where
-        started collectives pay, and return what ends it.
+        started collectives pay, and return what ends it. Raises UsageError for a sparse gradient.
         """
+        self.adopt_gradients()  # what `keep` has left where it was
         if self.borrows:
             self._lent = self._pool.borrow(self.dtype, self.plan.numel)
         self.fill()

@@ -33,6 +33,7 @@ class Reducer:
         this = weakref.ref(self)
         for bucket in buckets:
             for parameter, each in bucket.parameters:
+                _let_go(parameter)
                 hook = parameter.register_post_accumulate_grad_hook(partial(_arrived, this, each.index))
                 self._hooks[each.index] = hook.id
                 weakref.finalize(self, hook.remove).atexit = False
@@ -130,6 +131,15 @@ class Reducer:
         """End reductions that were started until a buffer is free, where one is needed."""
         while bucket.borrows and self._ends and not bucket.pool_has_free:
             self._ends.popleft()()
+
+
+def _let_go(parameter: Tensor) -> None:
+    """Remove what an optimizer that was built before has left, which would go on taking the gradients where it is still
+    alive (held by a scheduler); it can train no more, as the parameter's memory is another's now.
+    """
+    hooks = parameter._post_accumulate_grad_hooks or {}
+    for key in [key for key, hook in hooks.items() if isinstance(hook, partial) and hook.func is _arrived]:
+        del hooks[key]
 
 
 def _arrived(reducer: weakref.ref[Reducer], index: int, _parameter: Tensor) -> None:
