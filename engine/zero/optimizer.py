@@ -185,7 +185,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         divisor: a number or 0-d tensor, equal on every rank; `mesh.data.size` gives DDP's mean. max_norm: clip to
         this global 2-norm, None: do not. Returns a 0-d tensor, equal on every rank. Every rank of the mesh must call
         it, once, after its last backward. Raises UsageError when it was already called for this step, or `zero_grad`
-        was not since the last, or a parameter was moved, cast, replaced or frozen since construction.
+        was not since the last, or a parameter was moved, cast, replaced, added or unfrozen since construction.
         """
         if self._phase == "finished":
             raise UsageError("finish_gradients was already called for this step: call step() and zero_grad() first")
@@ -246,8 +246,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._phase = "stepped"
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002 (torch's signature)
-        """Drop all gradients. Nothing is sent. Gradients that live in buckets are zeroed there, whatever
-        `set_to_none` says.
+        """Drop all gradients: each parameter's `grad` is None, whatever `set_to_none` says. Nothing is sent, but
+        reductions that were started are waited for.
         """
         self._reducer.drop()
         self._phase = "collecting"
