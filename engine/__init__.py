@@ -8,7 +8,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from engine import comm, errors, huggingface, layout, pipeline, placement, precision, tensor_parallel, zero
+    from engine import (
+        checkpoint,
+        comm,
+        errors,
+        huggingface,
+        layout,
+        pipeline,
+        placement,
+        precision,
+        tensor_parallel,
+        zero,
+    )
     from engine.checkpoint import full_state_dict, load_full_state_dict
     from engine.comm import Communicator, Mesh, init, plan_mesh
     from engine.errors import EngineError
@@ -27,6 +38,7 @@ __all__ = [
     "PipelineModel",
     "StepResult",
     "TrainStep",
+    "checkpoint",
     "comm",
     "errors",
     "full_state_dict",

@@ -133,7 +133,8 @@ class TrainStep:
             comm.check_equal("the dropouts of TrainStep's model", told)
 
     def __call__(self, inputs: Any, targets: Any) -> StepResult:
-        """Train on one batch: forward and backward of every microbatch, one gradient reduction, one update.
+        """Train on one batch: forward and backward of every microbatch, gradients reduced as the optimizer's
+        `accumulate` says, one update.
 
         inputs, targets: this data rank's rows (dim 0 of every tensor), equal on all its tensor and pipeline ranks;
         moved to the mesh's device. Inputs go to the first layer: a tensor as it is, a tuple as *args, a dict as

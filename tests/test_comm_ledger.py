@@ -49,17 +49,17 @@ def by_hand(stage: int, transport: str) -> dict[tuple[str, str], tuple[int, int,
     ends = GPT.vocabulary * hidden // tensor + (GPT.sequence * hidden if stage == 0 else 2 * hidden)
     bucket = (block + norms + ends) * 4
     assert bucket % (2 * 4) == 0, "no padding"
-    # Which of the parameters got a gradient: a block's 7, its norms' 4, and the ends'; and whether the bucket has more.
-    flags = (7 + 4 + (2 if stage == 0 else 3) + 1) * 4
+    # Which parameters got a gradient, 11 of them in a block, and whether the bucket has more: int32, on both axes.
+    flags = 4 * (11 + (2 if stage == 0 else 3) + 1)
     # Over gloo the world doubles, log2(8) S; shared memory counts as a ring does.
     doubling = 3 * (2 * 8 + 8)
     ring = sum(2 * (8 - 1) * size // 8 for size in (2 * 8, 8))
     return {
         ("tensor", "all_reduce"): (len(sums) * MICROBATCHES + 1, *[sum(sums) * MICROBATCHES + flags] * 2),
         ("pipeline", "exchange"): (0, activation * MICROBATCHES, activation * MICROBATCHES),  # calls: the schedule's
-        ("data", "reduce_scatter"): (MICROBATCHES, bucket * MICROBATCHES, bucket * MICROBATCHES // 2),
-        ("data", "all_reduce"): (1, flags, flags),
+        ("data", "reduce_scatter"): (MICROBATCHES, bucket * MICROBATCHES, bucket // 2 * MICROBATCHES),
         ("data", "all_gather"): (1, bucket, bucket // 2),
+        ("data", "all_reduce"): (1, flags, flags),
         # Sum of losses and count, in float64; the squared norm.
         ("world", "all_reduce"): (2, 2 * 8 + 8, doubling if transport == "torch" else ring),
     }

@@ -21,6 +21,7 @@ from engine import device as devices
 from engine.comm.communicator import Communicator
 from engine.comm.transport import Transport
 from engine.errors import DtypeError, UsageError
+from engine.tensor_parallel import SyncBatchNorm
 from tests.world import World
 
 CPU = torch.device("cpu")
@@ -313,6 +314,20 @@ def test_flags_and_comparisons_go_to_hccl_as_int32(hccl: Any) -> None:
     comm.check_equal("a value", (1, "x"))
     assert {dtype for _, dtype, _ in transport.sent} == {torch.int32}
     assert [op for call, _, op in transport.sent if call == "all_reduce"] == ["max"] * 3
+
+
+def test_batch_norm_over_hccl_sends_float32_alone(hccl: Any) -> None:
+    comm, transport = hccl
+    rows = torch.arange(12.0).view(4, 3).sin()
+    ours, plain = SyncBatchNorm(3, comm), nn.BatchNorm1d(3)
+    x, both = rows.clone().requires_grad_(), torch.cat([rows, rows]).requires_grad_()
+    y, wanted = ours(x), plain(both)
+    y.square().square().sum().backward()
+    wanted.square().square().sum().backward()
+    torch.testing.assert_close(y, wanted[:4])
+    torch.testing.assert_close(x.grad, both.grad[:4])
+    torch.testing.assert_close(ours.running_var, plain.running_var)
+    assert transport.sent == [("all_gather", torch.float32, ""), ("all_reduce", torch.float32, "sum")]
 
 
 def test_a_flag_does_not_overflow_over_256_ranks() -> None:

@@ -137,7 +137,7 @@ def test_old_files_stay_where_writing_fails_and_go_where_it_does_not(world: Worl
 def test_the_engine_imports_without_the_extra_and_says_what_to_install() -> None:
     code = (
         "import sys; sys.modules['safetensors'] = sys.modules['transformers'] = None\n"
-        "import engine, torch, engine.checkpoint, engine.tensor_parallel\n"
+        "import engine, torch, engine.tensor_parallel\n"
         "mesh = engine.init(engine.Layout())\n"
         "engine.checkpoint.load_safetensors(torch.nn.Linear(2, 2), mesh, '.')"
     )

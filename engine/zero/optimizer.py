@@ -246,8 +246,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._phase = "stepped"
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002 (torch's signature)
-        """Drop all gradients. Nothing is sent. Gradients that live in buckets are dropped there, whatever `set_to_none`
-        says; `model.zero_grad()` does not reach them.
+        """Drop all gradients: each parameter's `grad` is None, whatever `set_to_none` says. Nothing is sent, but
+        reductions that were started are waited for. `model.zero_grad()` does not reach what lies in buckets.
         """
         self._reducer.drop()
         self._phase = "collecting"
