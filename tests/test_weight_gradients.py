@@ -61,6 +61,11 @@ def mlp() -> nn.Sequential:
     return nn.Sequential(linear(4, 6), nn.LayerNorm(6), nn.GELU(), linear(6, 4, bias=False))
 
 
+def table(**options: Any) -> nn.Module:
+    """Rows come up several times, and the padding's."""
+    return Of(lambda m, x: m.table(x[..., 0].abs().mul(9).long() % 5) + x, table=nn.Embedding(5, 4, **options))
+
+
 def tied() -> nn.Module:
     model = Of(lambda m, x: m.head(m.middle(m.table(x[..., 0].abs().long() % 5))), table=nn.Embedding(5, 4))
     model.middle, model.head = linear(), linear(4, 5, bias=False)
@@ -165,7 +170,9 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "all frozen": (lambda: linear().requires_grad_(False), 0),
     "used twice": (lambda: Of(twice, part=linear()), 2),
     "unused": (lambda: Of(one_part, part=linear(), unused=linear()), 1),
-    "tied": (tied, 2),
+    "tied": (tied, 3),
+    "table with padding": (lambda: table(padding_idx=-3), 1),
+    "table by frequency": (lambda: table(scale_grad_by_freq=True), 0),
     "stored transposed": (lambda: nn.Sequential(StoredTransposed(), linear(6, 4)), 2),
     "transposed by hand": (lambda: Of(by_hand, part=linear()), 1),
     "hook on the transpose": (lambda: Of(hooked, part=linear()), 0),
