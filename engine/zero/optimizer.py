@@ -277,9 +277,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def consolidate(self, *, rank: int | None = None) -> dict[str, Any]:
-        """Return the full optimizer state by parameter name, as CPU copies, in the format that
-        torch.distributed.checkpoint.state_dict names: {"state": {name: {key: value}}, "param_groups": [{"params":
-        [name, ...], option: value}]}.
+        """Return the full optimizer state by parameter name, as CPU copies, in the format of torch's
+        `get_optimizer_state_dict`: {"state": {name: {key: value}}, "param_groups": [{"params": [name, ...],
+        option: value}]}.
 
         State of the parameter's shape is at full size; step counts and other single values are as they are. Names are
         those of one nn.Sequential over all layers; a tied parameter appears once, under its first. In plain PyTorch
