@@ -16,6 +16,7 @@ import engine
 from engine import Layout
 from engine.comm import start
 from engine.comm.shm import links
+from engine.comm.transport import BackendError
 from engine.errors import UsageError
 from tests.world import World
 
@@ -56,7 +57,10 @@ def meet(rank: int, size: int, store: str, refuser: int) -> str:
                 rendezvous.get("refused")  # until then there is a listener
                 return ""
             with contextlib.nullcontext() if root else another_user(False):
-                listener.connect([(0, 0, {1: ""})], LIMIT)
+                try:
+                    listener.connect([(0, 0, {1: ""})], LIMIT)
+                finally:
+                    rendezvous.get("called")  # both of the caller's sockets find a listener
             return "no error"
         address = rendezvous.get("address").decode()
         if refuser == 0:
@@ -68,7 +72,7 @@ def meet(rank: int, size: int, store: str, refuser: int) -> str:
         return str(error)
     finally:
         links._check_owner = check
-        rendezvous.set("refused", "")
+        rendezvous.set("refused" if refuser == 1 else "called", "")
         listener.close()
 
 
@@ -79,6 +83,19 @@ def test_a_process_of_another_user_is_refused_with_both_users(world: World, refu
     own, other = (ours, OTHER) if refuser == 0 and ours == 0 else (OTHER, ours)
     assert f"run as different users ({own} and {other}) and cannot share memory" in text
     assert "ENGINE_TRANSPORT=torch" in text
+
+
+def test_a_rank_that_calls_too_late_still_hears_why_it_is_refused() -> None:
+    gone, late = links.Listener(), links.Listener()
+    try:
+        links._refuse(late.address, "another user")
+        gone.close()
+        with pytest.raises(UsageError, match="another user"):
+            late.connect([(0, 1, {0: gone.address})], LIMIT)
+        with pytest.raises(BackendError, match="has left while the mesh opened"):
+            late.connect([(0, 1, {0: gone.address})], LIMIT)  # nobody has said why
+    finally:
+        late.close()
 
 
 # ---- what the system has ---------------------------------------------------------------------------------------------

@@ -85,7 +85,11 @@ class Listener:
             for rank, address in addresses.items():
                 for kind in range(KINDS):
                     if rank < own:
-                        made[number][kind][rank] = _call(address, number, kind, own)
+                        try:
+                            made[number][kind][rank] = _call(address, number, kind, own)
+                        except BackendError:
+                            self._hear_refusals()  # a rank that will not come has said so before it left
+                            raise
                     elif rank > own:
                         expected.add((number, kind, rank))
         deadline = time.monotonic() + seconds
@@ -104,6 +108,15 @@ class Listener:
             expected.remove((number, kind, rank))
             made[number][kind][rank] = peer
         return list(made.values())
+
+    def _hear_refusals(self) -> None:
+        """Raise UsageError if a caller that is already here says why it will not be one of the mesh."""
+        self._socket.settimeout(0)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                peer, _ = self._socket.accept()
+                with peer:
+                    self._hello(peer)
 
     def _hello(self, peer: socket.socket) -> tuple[bytes, int, int, int]:
         """Return what a caller says of itself. Raises UsageError when it says why it will not be one of the mesh."""
