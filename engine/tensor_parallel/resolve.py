@@ -66,6 +66,7 @@ class Shared:
 
     module: str
     heads: int
+    """Of the whole: fewer than ranks."""
 
 
 @dataclass(frozen=True)
