@@ -29,6 +29,7 @@ class Reducer:
         self._order = StartOrder([[s.index for s in b.plan.slices] for b in buckets], early=early)
         self._turns = list(reversed(range(len(buckets))))
         self._ends: deque[Callable[[], None]] = deque()
+        self._due: deque[int] = deque()  # buckets that may start, where a start takes until all ranks have come
         self._places = {s.index: (n, place) for n, b in enumerate(buckets) for place, s in enumerate(b.plan.slices)}
         self._hooks: dict[int, int] = {}
         this = weakref.ref(self)
@@ -48,9 +49,11 @@ class Reducer:
             yield
         except BaseException:
             self._order.drop()
+            self._due.clear()
             raise
-        for number in self._order.end():
-            self._start(number)
+        self._due += self._order.end()
+        while self._due:
+            self._start(self._due.popleft())
 
     def receive(self, index: int, write: Write) -> None:
         """Take the gradient of parameter `index` that `write` puts into a view, see `FlatBucket.receive`."""
@@ -119,17 +122,26 @@ class Reducer:
 
     def _started_by(self, index: int) -> None:
         for number in self._order.arrive(index):
-            self._start(number)
+            if self._buckets[number].comm.overlaps:
+                self._start(number)
+            else:  # each start waits for the slowest rank: as few of them as the buffers allow
+                self._due.append(number)
 
     def _start(self, number: int) -> None:
         bucket = self._buckets[number]
         if not bucket.whole or bucket.starts:
-            self._make_room(bucket)
+            self._end_for(bucket)
         end = bucket.start_reduction()
         if end is not None:
             self._ends.append(end)
 
     def _make_room(self, bucket: FlatBucket) -> None:
+        """Have a buffer free, where one is needed: reduce what is due, in its order."""
+        self._end_for(bucket)
+        while self._due and bucket.borrows and not bucket.pool_has_free:
+            self._start(self._due.popleft())
+
+    def _end_for(self, bucket: FlatBucket) -> None:
         """End reductions that were started until a buffer is free, where one is needed."""
         while bucket.borrows and self._ends and not bucket.pool_has_free:
             self._ends.popleft()()
