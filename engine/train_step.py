@@ -111,6 +111,7 @@ class TrainStep:
         self._executor = Executor(model, mesh.pipeline, mesh.device)
         self._training, named = self._planned(schedule)
         self._weight_gradients = self._apart_from_autograd()
+        self._groups = len(optimizer.param_groups)
         computed = [each for each in self._training if isinstance(each, Compute) and each.kind in _MAKE_GRADIENTS]
         self._last = set({each.stage: each for each in computed}.values())  # of each virtual stage here, in a step
         self._schedule = schedule if isinstance(schedule, str) else getattr(schedule, "__name__", "own")
@@ -149,6 +150,7 @@ class TrainStep:
         if self.mesh.checks:
             self._check_rows(inputs, targets)
         batches = self._even_microbatches(inputs, targets)
+        self._meet_added_groups()
         self.optimizer.zero_grad()
         sums = self._no_sums()
 
@@ -259,6 +261,12 @@ class TrainStep:
             return WeightGradients(sinks)
         large = any(p.requires_grad and p.numel() >= _LARGE for p in self.model.parameters())
         return WeightGradients(sinks, least=_LARGE) if large and self.microbatches > 1 else None
+
+    def _meet_added_groups(self) -> None:
+        """After `add_param_group`, which every rank calls, other outputs may have gradients that cross a stage."""
+        if len(self.optimizer.param_groups) != self._groups:
+            self._groups = len(self.optimizer.param_groups)
+            self._executor.forget()
 
     def _forwards(self, microbatches: int) -> Program:
         """Return this rank's program of an evaluation."""

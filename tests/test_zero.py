@@ -410,7 +410,7 @@ def test_misuse_is_one_clear_error_on_every_rank(world: World) -> None:
         "max_norm=-1.0",
         "divisor=0: the summed gradient is divided by a number above 0",
         "save the weights with engine.full_state_dict",
-        "groups are fixed at construction",
+        "group 1: params are (name, parameter) pairs",
         "finish_gradients was already called for this step",
         "call zero_grad() before the next backward",
     ]
@@ -450,6 +450,7 @@ def test_a_parameter_that_was_cast_replaced_or_added_under_the_optimizer_is_refu
         assert in_place == "no error"
         assert "'0.weight' was moved, cast or replaced after ZeroOptimizer was built" in exchanged
         assert "was added or unfrozen after ZeroOptimizer was built, which does not update it" in added
+        assert "give it to add_param_group before the next backward, freeze it" in added
 
 
 def sparse_gradient(mesh: engine.Mesh) -> list[str]:

@@ -16,26 +16,37 @@ from engine.zero.order import StartOrder
 
 
 class Reducer:
-    """Starts the reduction of each bucket, the last bucket first, as `StartOrder` says, and ends them all.
+    """Starts the reduction of each bucket, the model's last first, as `StartOrder` says, and ends them all.
 
     A bucket that keeps a shard is reduced in every microbatch; a whole one once, in the last, where started
     collectives pay; one that is `apart`, and all that is left, in `start_rest`.
     """
 
-    def __init__(self, buckets: Sequence[FlatBucket], *, early: bool) -> None:
-        """early: whether reductions start before a backward has ended. Nothing is sent."""
+    def __init__(self, buckets: Sequence[FlatBucket]) -> None:
+        """buckets: more may be appended between steps, see `take_up`. Nothing is sent."""
         self._buckets = buckets
-        self._order = StartOrder([[s.index for s in b.plan.slices] for b in buckets], early=early)
-        self._turns = list(reversed(range(len(buckets))))
         self._ends: deque[Callable[[], None]] = deque()
-        self._places = {s.index: (n, place) for n, b in enumerate(buckets) for place, s in enumerate(b.plan.slices)}
-        self._hooks: dict[int, int] = {}
+        self._places: dict[int, tuple[int, int]] = {}
+        self._sinks: dict[int, Sink] = {}
+        self.take_up((), early=False)
+
+    def take_up(self, positions: Sequence[int], *, early: bool) -> None:
+        """Take the gradients of the buckets that were appended. positions: of every parameter in the model, as the
+        plans index them, equal on every data rank: the later, the sooner a backward has its gradient. early: whether
+        reductions start before a backward has ended.
+        """
+        self._order = StartOrder([[s.index for s in b.plan.slices] for b in self._buckets], early=early)
+        firsts = [min(positions[each.index] for each in bucket.plan.slices) for bucket in self._buckets]
+        self._turns = sorted(range(len(firsts)), key=lambda number: -firsts[number])
         this = weakref.ref(self)
-        for bucket in buckets:
-            for parameter, each in bucket.parameters:
+        for number, bucket in enumerate(self._buckets):
+            for place, (parameter, each) in enumerate(bucket.parameters):
+                if each.index in self._places:
+                    continue
+                self._places[each.index] = number, place
                 _let_go(parameter)
                 hook = parameter.register_post_accumulate_grad_hook(partial(_arrived, this, each.index))
-                self._hooks[each.index] = hook.id
+                self._sinks[id(parameter)] = Sink(partial(_handed_over, this, each.index), hook.id)
                 weakref.finalize(self, hook.remove).atexit = False
 
     @contextmanager
@@ -59,12 +70,10 @@ class Reducer:
         self._started_by(index)
 
     def sinks(self) -> dict[int, Sink]:
-        """Return, by `id(parameter)`, what adds a product to its gradient as a backward would."""
-        return {
-            id(parameter): Sink(partial(self.add_product, each.index), self._hooks[each.index])
-            for bucket in self._buckets
-            for parameter, each in bucket.parameters
-        }
+        """Return, by `id(parameter)`, what adds a product to its gradient as a backward would. Parameters that are
+        taken up later come into the same dict.
+        """
+        return self._sinks
 
     def add_product(self, index: int, left: Tensor, right: Tensor) -> None:
         """Add a product to the gradient of parameter `index`, as autograd would; left and right as a Sink has them."""
@@ -147,3 +156,10 @@ def _arrived(reducer: weakref.ref[Reducer], index: int, _parameter: Tensor) -> N
     alive = reducer()
     if alive is not None:
         alive.keep(index)
+
+
+def _handed_over(reducer: weakref.ref[Reducer], index: int, left: Tensor, right: Tensor) -> None:
+    """Add what a Sink is given. The reducer keeps this, which must not keep the reducer."""
+    alive = reducer()
+    assert alive is not None, "a gradient came for an optimizer that is gone"
+    alive.add_product(index, left, right)
