@@ -177,6 +177,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             )
         self._stepper.wait()
         self._watched.check()
+        self._reducer.catch_up()
         for bucket in self._buckets:
             bucket.adopt_gradients()
         unused, more, written = agreed_flags(self._buckets, self._named, self._ties, self._equal, self._mesh)
@@ -222,8 +223,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._phase = "stepped"
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002 (torch's signature)
-        """Drop all gradients: each parameter's `grad` is None, whatever `set_to_none` says. Nothing is sent, but
-        reductions that were started are waited for. `model.zero_grad()` does not reach what lies in buckets.
+        """Drop all gradients: each parameter's `grad` is None, whatever `set_to_none` says. `model.zero_grad()` does
+        not reach what lies in buckets.
+
+        Reductions that were started are waited for. Nothing else is sent, but after a backward that raised an error,
+        in a `microbatch`, those that it had not come to: every rank of the mesh must call it then.
         """
         self._reducer.drop()
         self._phase = "collecting"

@@ -26,6 +26,7 @@ class Reducer:
         """buckets: more may be appended between steps, see `take_up`. Nothing is sent."""
         self._buckets = buckets
         self._ends: deque[Callable[[], None]] = deque()
+        self._owed: deque[int] = deque()  # of the last backward, what is to be started yet
         self._places: dict[int, tuple[int, int]] = {}
         self._sinks: dict[int, Sink] = {}
         self.take_up((), early=False)
@@ -52,7 +53,9 @@ class Reducer:
     @contextmanager
     def microbatch(self, last: bool, stage: int | None) -> Iterator[None]:
         """Run one backward, of all or of one virtual stage; afterwards what it calls for has been started."""
+        self.catch_up()
         turns = [n for n in self._turns if self._starts_in(self._buckets[n], last, stage)]
+        self._owed.extend(turns)
         self._order.begin(turns)
         try:
             yield
@@ -99,13 +102,22 @@ class Reducer:
             elif bucket.starts == 0:
                 bucket.reduced.zero_()
 
+    def catch_up(self) -> None:
+        """Start what a backward that failed has not: another rank, on which it went further or did not fail, has."""
+        while self._owed:
+            self._start(self._owed[0])
+
     def settle(self) -> None:
         """Wait for all that was started."""
         while self._ends:
             self._ends.popleft()()
 
     def drop(self) -> None:
-        """Forget all gradients; a step is over, or given up. What was started is waited for."""
+        """Forget all gradients; a step is over, or given up. What was started, or is owed, is waited for."""
+        for number in self._owed:
+            for parameter, _ in self._buckets[number].parameters:
+                parameter.grad = None  # also one that cannot be reduced
+        self.catch_up()
         self.settle()
         for bucket in self._buckets:
             bucket.zero_gradients()
@@ -133,6 +145,8 @@ class Reducer:
         if not bucket.whole or bucket.starts:
             self._make_room(bucket)
         end = bucket.start_reduction()
+        if self._owed and self._owed[0] == number:
+            self._owed.popleft()
         if end is not None:
             self._ends.append(end)
 
