@@ -105,6 +105,11 @@ class Inner:
         """What the optimizers keep, by the tensor that they update."""
         return {piece.tensor: piece.state for pieces in self.pieces for piece in pieces}
 
+    @property
+    def memory(self) -> list[tuple[FlatBucket, FlatBucket | HostBucket]]:
+        """Every bucket, and where it is updated."""
+        return list(zip(self._buckets, self._memory, strict=True))
+
     def leave_out(self, unused: Collection[int]) -> None:
         """Let the next steps pass over these parameters, by their index in the plans, as plain torch does over those
         without a gradient: no decay, no change of their state.

@@ -57,8 +57,7 @@ class HostBucket:
         """Return once the gradient is here, and the values may be written. Values that were changed elsewhere since the
         last step are taken over: those that differ from what was sent, so that rounding loses nothing.
         """
-        if self._sent is not None:
-            self._sent.wait_on_host()
+        self.sent()
         if [parameter._version for parameter in self._parameters] != self._versions:
             found = self._target.to(self.device)
             same = found == self._values.to(found.dtype)
@@ -66,6 +65,11 @@ class HostBucket:
         assert self._fetched is not None
         self._fetched.wait_on_host()
         self._fetched = None
+
+    def sent(self) -> None:
+        """Return once the values that were last sent may be written."""
+        if self._sent is not None:
+            self._sent.wait_on_host()
 
     def send(self) -> None:
         """Start taking the updated values back; what the device does from now on sees them."""

@@ -27,6 +27,7 @@ from engine.zero.buckets import FlatBucket, make_buckets
 from engine.zero.consolidate import consolidated, whole_gradients
 from engine.zero.groups import Named, agreed_groups, check_replicas, check_shards, options_of
 from engine.zero.inner import Inner, Kind, full_options, kinds_of
+from engine.zero.masters import set_masters, whole_masters
 from engine.zero.norm import clip_factor, global_norm
 from engine.zero.offload import HostBuckets
 from engine.zero.plan import ParameterInfo
@@ -302,12 +303,24 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """
         return self._shared is None or self._mesh.data.rank == 0 or all(x is not p for _, p in self._named)
 
-    def parameters_written(self) -> None:
+    @torch.no_grad()
+    def masters(self) -> dict[int, Tensor]:
+        """Return, by `id(parameter)`, the fp32 values of fp16 and bf16 parameters, in the shapes that this rank holds.
+        Every rank of the mesh must call it.
+        """
+        self._stepper.wait()
+        return whole_masters(self._inner.memory)
+
+    def parameters_written(self, exact: Mapping[int, Tensor] | None = None) -> None:
         """Take notice that the parameters have new values, which any rank may have written for the others where they
-        are shared. Every rank of the mesh must call it.
+        are shared. exact: by `id(parameter)`, what fp16 and bf16 ones were rounded from. Every rank of the mesh must
+        call it.
         """
         for bucket in self._buckets:
             bucket.parameters_to_masters()
+        for host in () if self._host is None else self._host.buckets:
+            host.sent()
+        set_masters(self._inner.memory, exact or {})
         self._written()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
