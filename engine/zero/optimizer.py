@@ -28,7 +28,7 @@ from engine.zero.consolidate import consolidated, whole_gradients
 from engine.zero.groups import Named, agreed_groups, check_replicas, check_shards, options_of
 from engine.zero.inner import Inner, Kind, full_options, kinds_of
 from engine.zero.masters import set_masters, whole_masters
-from engine.zero.norm import clip_factor, global_norm
+from engine.zero.norm import check_clipping, clip_factor, global_norm
 from engine.zero.offload import HostBuckets
 from engine.zero.plan import ParameterInfo
 from engine.zero.reducer import Reducer
@@ -157,25 +157,23 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return self._reducer.microbatch(last, stage)
 
     @torch.no_grad()
-    def finish_gradients(self, divisor: float | Tensor = 1.0, max_norm: float | None = None) -> Tensor:
+    def finish_gradients(
+        self, divisor: float | Tensor = 1.0, max_norm: float | None = None, norm_type: float = 2.0
+    ) -> Tensor:
         """Sum the gradients over the data axis, divide them by `divisor` once, clip them, and return the norm before
         clipping.
 
         divisor: a number or 0-d tensor, equal on every rank; `mesh.data.size` gives DDP's mean. max_norm: clip to
-        this global 2-norm, None: do not. Returns a 0-d tensor, equal on every rank. Every rank of the mesh must call
-        it, once, after its last backward. Raises UsageError for a sparse gradient, when it was already called for this
-        step or `zero_grad` was not since the last, or a parameter was moved, cast, replaced, added or unfrozen since.
+        this global norm, None: do not. norm_type: 2.0, or inf for the largest absolute value. Returns a 0-d tensor,
+        equal on every rank. Every rank of the mesh must call it, once, after its last backward. Raises UsageError for a
+        sparse gradient, when it was already called for this step or `zero_grad` was not since the last, or a parameter
+        was moved, cast, replaced, added or unfrozen since.
         """
         if self._phase == "finished":
             raise UsageError("finish_gradients was already called for this step: call step() and zero_grad() first")
         if self._phase == "stepped":
             raise UsageError("the last step's gradients are still there: call zero_grad() before the next backward")
-        if isinstance(divisor, int | float) and not divisor > 0:
-            raise UsageError(f"divisor={divisor!r}: the summed gradient is divided by a number above 0")
-        if max_norm is not None and not max_norm > 0:
-            raise UsageError(
-                f"max_norm={max_norm!r}: gradients are clipped to a norm above 0; None leaves them as they are"
-            )
+        check_clipping(divisor, max_norm, norm_type)
         self._stepper.wait()
         self._watched.check()
         self._reducer.catch_up()
@@ -189,7 +187,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if self._mesh.checks:
             parts = [part for bucket in self._buckets for part in bucket.reduced_parts()]
             check_replicas(self._mesh, self._placements, [(self._named[index][0], part) for index, part in parts])
-        norm = global_norm(self._counted_parts(), self._mesh.world) / divisor
+        norm = global_norm(self._counted_parts(), self._mesh.world, norm_type) / divisor
         scale = divisor if max_norm is None else divisor / clip_factor(norm, max_norm)
         for bucket in self._buckets:
             bucket.reduced.div_(scale)
