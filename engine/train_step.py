@@ -335,14 +335,11 @@ class TrainStep:
         """Return what a step does around each forward and backward, see `_place_streams` and `_last`."""
         place = self._place_streams(rows)
 
-        @contextmanager
-        def around(action: Compute) -> Iterator[None]:
-            with ExitStack() as stack:
-                stack.enter_context(place(action))
-                if action.kind in _MAKE_GRADIENTS:
-                    last = action in self._last
-                    stack.enter_context(self.optimizer.microbatch(last=last, stage=action.stage))
-                yield
+        def around(action: Compute) -> AbstractContextManager[None]:
+            if action.kind not in _MAKE_GRADIENTS:
+                return place(action)
+            reduced = self.optimizer.microbatch(last=action in self._last, stage=action.stage)
+            return _within(place(action), reduced) if self._streams else reduced
 
         return around
 
@@ -394,3 +391,9 @@ class TrainStep:
         rows = rows_of(inputs, targets)
         parts = max(min(self.microbatches, rows), least)
         return split(inputs, targets, self.mesh.device, [rows // parts + (i < rows % parts) for i in range(parts)])
+
+
+@contextmanager
+def _within(outer: AbstractContextManager[None], inner: AbstractContextManager[None]) -> Iterator[None]:
+    with outer, inner:
+        yield

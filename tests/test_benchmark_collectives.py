@@ -402,6 +402,16 @@ def test_results_from_before_there_were_memories_are_read(tmp_path: Path) -> Non
     assert results.read(path) == (ROW,)
 
 
+def test_an_axis_of_a_layout_is_measured_alone(tmp_path: Path) -> None:
+    """2 x 2 ranks: groups of 2 at work side by side, whose rows say so."""
+    out = tmp_path / "rows.json"
+    layout = ["--nproc", "4", "--layout", "data=2,tensor=2", "--axis", "tensor", "--iterations", "3", "--warmup", "1"]
+    assert main([*layout, "--ops", "all_reduce,all_gather", "--sizes", "4K", "--check", "--json", str(out)]) == 0
+    document = json.loads(out.read_text())
+    assert {row["op"] for row in document["rows"]} == {"all_reduce", "all_gather"}
+    assert {(row["n"], row["wrong"]) for row in document["rows"]} == {(2, 0)}
+
+
 def test_what_a_call_costs_is_measured_for_every_variant(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "cost.json"
     assert main(["--overhead", "--nproc", "2", "--iterations", "33", "--json", str(out)]) == 0

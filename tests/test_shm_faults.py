@@ -312,10 +312,10 @@ def test_a_message_may_be_ahead_of_the_memory_that_it_lies_in(world: World) -> N
     assert world.run(2, send_ahead_of_mapping, mesh=False) == [3.0, 3.0]
 
 
-def fail_on_the_thread(rank: int, size: int, store: str) -> tuple[str, float]:
+def fail_while_moving(rank: int, size: int, store: str, on_the_thread: bool) -> tuple[str, float]:
     with open_mesh(rank, size, store) as mesh:
         comm, of = mesh.data, segments.Segments.of
-        comm.exchange([(torch.ones(1), 1 - rank)], [(torch.empty(1), 1 - rank)], async_op=True).wait()
+        comm.barrier()
         if rank == 1:
 
             def broken(*_: Any) -> torch.Tensor:
@@ -327,6 +327,8 @@ def fail_on_the_thread(rank: int, size: int, store: str) -> tuple[str, float]:
             x = comm.allocate((LARGE,))
             if rank == 0:
                 comm.send(x, 1)
+            elif on_the_thread:
+                comm.exchange(recvs=[(x, 0)], async_op=True).wait()
             else:
                 comm.recv(x, 0)
         except CommunicationError as error:
@@ -336,7 +338,8 @@ def fail_on_the_thread(rank: int, size: int, store: str) -> tuple[str, float]:
         return "no error", 0.0
 
 
-def test_an_error_on_the_thread_that_moves_messages_reaches_both_sides(world: World) -> None:
-    for text, seconds in world.run(2, fail_on_the_thread, mesh=False):
+@pytest.mark.parametrize("on_the_thread", [True, False], ids=["thread", "waiting"])
+def test_an_error_of_whoever_moves_messages_reaches_both_sides(world: World, on_the_thread: bool) -> None:
+    for text, seconds in world.run(2, fail_while_moving, on_the_thread, mesh=False):
         assert "rank 1 failed by itself: ValueError: planted" in text
         assert seconds < SOON

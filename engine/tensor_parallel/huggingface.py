@@ -87,10 +87,11 @@ def _llama(config: Any, prefix: str, head: Column) -> tuple[dict[str, Style], At
 
 
 def _qwen3(config: Any, prefix: str, head: Column) -> tuple[dict[str, Style], Attributes]:
-    """As Llama, with a norm that every head goes through."""
+    """As Llama, with a norm that every head goes through, in float32."""
     styles, attributes = _llama(config, prefix, head)
-    for norm in ("q_norm", "k_norm"):
-        styles[f"{prefix}layers.*.self_attn.{norm}"] = Replicated(gradient="sum")
+    attention, keys = f"{prefix}layers.*.self_attn", config.num_key_value_heads
+    styles[f"{attention}.q_norm"] = Replicated(gradient="sum")
+    styles[f"{attention}.k_norm"] = Replicated(gradient="sum", heads=keys)
     return styles, attributes
 
 

@@ -95,19 +95,20 @@ class _ParallelLinear(nn.Module):
                 f"{type(self).__name__}: the weight has shape {tuple(self.weight.shape)}, but a rank's shard over axis "
                 f"{self.comm.name!r} ({self.comm.size} ranks) is {tuple(self._shard)}: give it `Placement.shard`'s"
             )
-        if x.dim() == 0 or x.shape[-1] != length:
+        shape = x.shape  # once: each look at a tensor is seen by what catches weight gradients
+        if not shape or shape[-1] != length:
             ranks = "" if length == self.in_features else f" / {self.comm.size} ranks"
             raise LayoutError(
-                f"{type(self).__name__}: an input of shape {tuple(x.shape)} over axis {self.comm.name!r}: its last dim "
+                f"{type(self).__name__}: an input of shape {tuple(shape)} over axis {self.comm.name!r}: its last dim "
                 f"must be {length}, in_features={self.in_features}{ranks}"
-                + (f": {hint}" if x.dim() and x.shape[-1] == other else "")
+                + (f": {hint}" if shape and shape[-1] == other else "")
             )
         dim = self.sequence_dim
-        if dim is not None and (not -x.dim() <= dim < x.dim() or dim % x.dim() == x.dim() - 1):
+        dims = len(shape)
+        if dim is not None and (not -dims <= dim < dims or dim % dims == dims - 1):
             raise LayoutError(
                 f"{type(self).__name__}: sequence_dim={dim} is none of the dims before the last of an input of shape "
-                f"{tuple(x.shape)}: "
-                + (f"valid are 0 to {x.dim() - 2}" if x.dim() > 1 else "give an input of at least 2 dims")
+                f"{tuple(shape)}: " + (f"valid are 0 to {dims - 2}" if dims > 1 else "give an input of at least 2 dims")
             )
 
     def extra_repr(self) -> str:

@@ -20,6 +20,7 @@ from engine.errors import EngineError, UsageError
 from engine.tensor_parallel.linear import keep_shard
 from engine.tensor_parallel.replacement import parallel_layer
 from engine.tensor_parallel.resolve import Change, Resolution, Step, resolve
+from engine.tensor_parallel.shared_heads import sum_shared_heads
 from engine.tensor_parallel.styles import Column, Plan, Row, Sharded, Vocab
 
 _SAMPLES = 64
@@ -66,6 +67,8 @@ def parallelize(module: nn.Module, comm: Communicator, plan: Plan) -> nn.Module:
         if isinstance(step.style, Sharded):
             _shard(module, step, comm, tied, shards)
         _declare(module, step)
+    for shared in resolution.shared:
+        sum_shared_heads(module.get_submodule(shared.module), shared.heads, comm)
     return module
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from engine.errors import EngineError, LayoutError, UsageError, did_you_mean
-from engine.placement import REPLICATED, Placement
+from engine.placement import REPLICATED, Part, Placement
 from engine.tensor_parallel.replacement import hooks_of, placements_after
 from engine.tensor_parallel.styles import Divided, Plan, Replicated, Sharded, Style, cut_parts
 
@@ -61,10 +61,20 @@ class Entry:
 
 
 @dataclass(frozen=True)
+class Shared:
+    """One module that returns heads of which several ranks hold the same."""
+
+    module: str
+    heads: int
+    """Of the whole: fewer than ranks."""
+
+
+@dataclass(frozen=True)
 class Resolution:
     steps: tuple[Step, ...]
     changes: tuple[Change, ...]
     entries: tuple[Entry, ...]
+    shared: tuple[Shared, ...]
 
 
 def resolve(module: nn.Module, plan: Plan, size: int) -> Resolution:
@@ -72,7 +82,7 @@ def resolve(module: nn.Module, plan: Plan, size: int) -> Resolution:
 
     Raises UsageError for a key that matches nothing, a module or parameter that two keys match, a style that does not
     fit, tied parameters that are cut differently, what is cut already, layers whose weights their parent reads itself,
-    attributes that cannot be set; LayoutError for sizes that cannot be cut.
+    attributes that cannot be set, heads of what is no module; LayoutError for sizes that cannot be cut.
     """
     if not isinstance(module, nn.Module) or not isinstance(plan, Plan):
         raise UsageError(
@@ -98,7 +108,7 @@ def resolve(module: nn.Module, plan: Plan, size: int) -> Resolution:
                         )
                     named[below] = (key, placement)
     changes = _changes(plan, modules, placed, size)
-    return Resolution(tuple(steps), changes, _entries(parameters, named))
+    return Resolution(tuple(steps), changes, _entries(parameters, named), _shared(plan, modules, size))
 
 
 def matches(key: str, name: str) -> bool:
@@ -219,7 +229,7 @@ def _check_not_placed(style: Style, parameters: Iterable[Tensor], placed: Mappin
     """Refuse what is cut already, or whose gradients are summed already and would no more be."""
     for parameter in parameters:
         before = placed.get(id(parameter))
-        if before is None or (before.dim is None and style == Replicated(gradient="sum")):
+        if before is None or (before.dim is None and isinstance(style, Replicated) and style.gradient == "sum"):
             continue
         how = "whole, with gradients summed," if before.dim is None else f"cut along dim {before.dim},"
         raise UsageError(
@@ -240,6 +250,30 @@ def _check_parents(name: str, style: Style, owners: Mapping[str, nn.Module]) -> 
                 f"its layers itself and does not call them, always or in eval mode: it would take a part for the "
                 f"whole; leave this out of the plan, or write the {given} with layers that its forward calls"
             )
+
+
+# ---- heads that ranks share ------------------------------------------------------------------------------------------
+
+
+def _shared(plan: Plan, modules: Mapping[str, nn.Module], size: int) -> tuple[Shared, ...]:
+    """Return each module once whose heads are fewer than ranks, where the plan gives their number."""
+    found: dict[int, Shared] = {}
+    for key, style in plan.styles.items():
+        if not isinstance(style, Replicated) or style.heads is None:
+            continue
+        names = [name for name in modules if matches(key, name)]
+        if not names:
+            raise UsageError(
+                f"plan key {key!r}: it names parameters, and heads={style.heads} is for the module that returns the "
+                f"heads: name that"
+            )
+        try:
+            slices = Part(style.heads, heads=style.heads).slices(size)
+        except LayoutError as error:
+            raise LayoutError(f"plan key {key!r}: {error}") from None
+        for name in names if slices < size else ():
+            found.setdefault(id(modules[name]), Shared(name, style.heads))
+    return tuple(found.values())
 
 
 # ---- attributes ------------------------------------------------------------------------------------------------------

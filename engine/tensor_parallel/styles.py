@@ -80,10 +80,23 @@ class Replicated:
 
     gradient: Gradient = "equal"
     """`sum` where each rank uses it on a part of the work: a norm per head, a norm under sequence parallelism."""
+    heads: int | None = None
+    """Of modules that work on so many key or value heads and return a tensor of them, such as a norm: where ranks share
+    a head, its gradient is summed before it goes back through the module, which may round it. With `sum` only.
+    """
 
     def __post_init__(self) -> None:
         if self.gradient not in ("equal", "sum"):
             raise UsageError(f"Replicated(gradient={self.gradient!r}): the gradient is 'equal' or 'sum'")
+        if self.heads is None:
+            return
+        if isinstance(self.heads, bool) or not isinstance(self.heads, int) or self.heads < 1:
+            raise UsageError(f"Replicated(heads={self.heads!r}): give the number of heads of the whole, at least 1")
+        if self.gradient != "sum":
+            raise UsageError(
+                f"Replicated(heads={self.heads}): each rank works on its own heads, so its gradient is a part of a "
+                f"sum: add gradient='sum'"
+            )
 
 
 Style = Column | Row | Vocab | Sharded | Replicated

@@ -155,6 +155,9 @@ class FlatBucket:
         """
         parameter = self.parameters[place][0]
         gradient = parameter.grad
+        if self._is_sum(place, gradient):
+            self.touched[place] = True
+            return True
         if gradient is None or gradient.is_sparse or gradient.requires_grad:
             return False
         self._move(place, parameter, gradient)
@@ -294,11 +297,15 @@ class FlatBucket:
     # ---- inside ----------------------------------------------------------------------------------------------------
 
     def _move(self, place: int, parameter: nn.Parameter, gradient: Tensor) -> None:
-        if self._shows and self.starts == 0 and gradient is self._views[place]:
-            self.touched[place] = True  # added in place
+        if self._is_sum(place, gradient):
+            self.touched[place] = True
             return
         parameter.grad = None
         self.receive(place, lambda view, add: view.add_(gradient) if add else view.copy_(gradient))
+
+    def _is_sum(self, place: int, gradient: Tensor | None) -> bool:
+        """Whether a parameter's gradient is the flat memory itself, to which backward has added in place."""
+        return self._shows and self.starts == 0 and gradient is self._views[place]
 
     def _view(self, place: int) -> Tensor:
         if self._lent is None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from engine.weight_gradients import Sink, write_product
@@ -85,8 +86,9 @@ class Reducer:
     def keep(self, index: int) -> None:
         """Take the gradient of parameter `index` that backward has made."""
         number, place = self._places[index]
-        self._make_room(self._buckets[number])
-        if self._buckets[number].keep(place):
+        bucket = self._buckets[number]
+        self._make_room(bucket)
+        if bucket.keep(place):
             self._started_by(index)
 
     def start_rest(self, more: Sequence[bool]) -> None:
@@ -169,7 +171,8 @@ def _arrived(reducer: weakref.ref[Reducer], index: int, _parameter: Tensor) -> N
     """Run after backward has made a gradient. The parameter keeps this, which must not keep the buckets' memory."""
     alive = reducer()
     if alive is not None:
-        alive.keep(index)
+        with torch._C.DisableTorchFunction():  # nothing here is for a mode that catches products
+            alive.keep(index)
 
 
 def _handed_over(reducer: weakref.ref[Reducer], index: int, left: Tensor, right: Tensor) -> None:

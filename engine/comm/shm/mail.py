@@ -4,8 +4,9 @@ A message is announced by a packet. One that lies in memory of `allocate` is rea
 mailbox's slots, piece by piece, each given back once it is read. A message that arrives before its receive is asked for
 is taken out and kept, so that it is in nobody's way.
 
-Whoever waits moves all messages on. From the first asynchronous call on a thread does, so that messages also move
-while nobody waits.
+Whoever waits moves all messages on. While an asynchronous one is under way a thread does, so that it also moves while
+nobody waits. A send for which the mailbox has room is through at once, and needs none: two threads that take turns at
+Python cost more than the copy.
 """
 
 from __future__ import annotations
@@ -75,6 +76,8 @@ class Mail:
         self._error = ""
         self._lock = threading.RLock()
         self._moved = threading.Condition(self._lock)
+        self._later: list[Message] = []  # asynchronous ones that may be under way
+        self._needed = threading.Condition(self._lock)  # the thread is
         self._thread: threading.Thread | None = None
         self._wake: tuple[socket.socket, socket.socket] | None = None
         self._closing = False
@@ -94,20 +97,21 @@ class Mail:
         with self._lock:
             if self._error:
                 raise BackendError(self._error)
-            if later and self._thread is None:
-                self._wake = socket.socketpair()
-                self._thread = threading.Thread(target=self._serve, name="engine-mail", daemon=True)
-                self._thread.start()
             try:
                 for message in into:
                     self._peers[message.peer].into.post(message)
                 for message in out:
                     self._peers[message.peer].out.add(message)
                 for j in dict.fromkeys(message.peer for message in out):
-                    self._peers[j].out.put()
+                    peer = self._peers[j]
+                    peer.out.put()
+                    if peer.out.waits and not self._is_served:
+                        self._read(j)  # slots may have come back since somebody waited last
             except Exception as error:  # what was started stays behind, so there can be no more
                 self._failed(f"rank {self._own} could not start its messages: {error}")
                 raise
+            if later and not all(message.ended for message in (*out, *into)):
+                self._serve_later([*out, *into])
         return [*out, *into]
 
     def wait(self, messages: Sequence[Message]) -> None:
@@ -120,7 +124,7 @@ class Mail:
                 if left <= 0:
                     late = ", ".join(f"rank {self._names[j]}" for j in _late(messages))
                     raise self._fail(f"timed out after {self._limit:g} s waiting for {late}")
-                if self._thread is not None or self._moving:
+                if self._is_served or self._moving:
                     self._moved.wait(left)
                 else:
                     self._move(left)
@@ -133,7 +137,9 @@ class Mail:
                 peer.socket.send(ABORT + reason.encode()[:4000])
 
     def close(self) -> None:
-        self._closing = True
+        with self._lock:
+            self._closing = True
+            self._needed.notify()
         if self._thread is not None and self._wake is not None:
             with contextlib.suppress(OSError):
                 self._wake[1].send(b"c")
@@ -147,13 +153,33 @@ class Mail:
 
     # ---- moving ----------------------------------------------------------------------------------------------------
 
+    @property
+    def _is_served(self) -> bool:
+        """Whether the thread moves messages."""
+        self._later = [message for message in self._later if not message.ended]
+        return bool(self._later) and not self._error
+
+    def _serve_later(self, messages: Sequence[Message]) -> None:
+        """Have the thread move messages until these are through."""
+        self._later += messages
+        if self._thread is None:
+            self._wake = socket.socketpair()
+            self._thread = threading.Thread(target=self._serve, name="engine-mail", daemon=True)
+            self._thread.start()
+        self._needed.notify()
+
     def _serve(self) -> None:
-        """Move messages on until the mail is closed. Runs on a thread of its own."""
+        """Move messages on, while that is needed, until the mail is closed. Runs on a thread of its own."""
         assert self._wake is not None
         poll = select.poll()
         for number in (self._wake[0].fileno(), *self._by_socket):
             poll.register(number, select.POLLIN)
-        while not self._closing:
+        while True:
+            with self._lock:
+                while not self._closing and (self._moving or not self._is_served):
+                    self._needed.wait()
+                if self._closing:
+                    return
             for number, _ in poll.poll():
                 if number == self._wake[0].fileno():
                     self._wake[0].recv(4096)
@@ -164,8 +190,6 @@ class Mail:
                         self._read(j)
                     except (BackendError, MemoryShortageError) as error:
                         self._error = self._error or str(error)
-                    except Exception as error:  # else this thread would end unheard, and everybody wait
-                        self._fail(f"rank {self._own} failed by itself: {type(error).__name__}: {error}")
                     if self._peers[j].gone or self._error:
                         with contextlib.suppress(KeyError):
                             poll.unregister(number)
@@ -191,6 +215,8 @@ class Mail:
         finally:
             self._moving = False
             self._moved.notify_all()
+            if self._later:
+                self._needed.notify()
 
     def _read(self, j: int) -> None:
         """Handle every packet that has come from a peer."""
@@ -204,18 +230,26 @@ class Mail:
                 continue  # it left without reading all, which the kernel tells once; what it said comes next
             if flags & socket.MSG_CTRUNC:
                 raise self._fail(f"rank {self._own} cannot take a mailbox: it has too many open files (`ulimit -n`)")
-            if not packet:
-                peer.gone = peer.out.deaf = True
-            elif packet[:1] == b"D":
-                peer.into.announced(packet, fds)
-            elif packet[:1] == b"C":
-                peer.into.take(PIECE.unpack(packet)[1])
-            elif packet[:1] == b"A":
-                peer.out.given_back(PIECE.unpack(packet)[1])
-            elif packet[:1] == b"R":
-                peer.out.read_through()
-            else:
-                self._error = self._error or packet[1:].decode(errors="replace")
+            try:
+                self._handle(peer, packet, fds)
+            except (BackendError, MemoryShortageError):
+                raise
+            except Exception as error:  # else the others would wait
+                raise self._fail(f"rank {self._own} failed by itself: {type(error).__name__}: {error}") from error
+
+    def _handle(self, peer: _Peer, packet: bytes, fds: list[int]) -> None:
+        if not packet:
+            peer.gone = peer.out.deaf = True
+        elif packet[:1] == b"D":
+            peer.into.announced(packet, fds)
+        elif packet[:1] == b"C":
+            peer.into.take(PIECE.unpack(packet)[1])
+        elif packet[:1] == b"A":
+            peer.out.given_back(PIECE.unpack(packet)[1])
+        elif packet[:1] == b"R":
+            peer.out.read_through()
+        else:
+            self._error = self._error or packet[1:].decode(errors="replace")
 
     # ---- failing ---------------------------------------------------------------------------------------------------
 

@@ -51,6 +51,11 @@ class Outgoing:
         """Bytes of the mailbox."""
         return SLOTS * self._slot
 
+    @property
+    def waits(self) -> bool:
+        """Whether a message is not all put out."""
+        return bool(self._waiting)
+
     def add(self, message: Message) -> None:
         """Put a message behind the others; `put` starts it."""
         self._waiting.append(message)
@@ -92,7 +97,7 @@ class Outgoing:
     def _put_piece(self, message: Message) -> int:
         """Copy the next piece of a message into a free slot, and return which."""
         assert self._box is not None
-        slot = self._free.pop(0)
+        slot = self._free.pop()  # the last that came back is the likeliest to be in a cache
         start, count = slot * self._slot, min(self._slot, message.nbytes - message.done)
         with outside_autograd(message.x):
             self._box[start : start + count].copy_(message.x.view(torch.uint8)[message.done : message.done + count])
