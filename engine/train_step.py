@@ -30,6 +30,7 @@ from engine.precision import LossScaler
 from engine.tensor_parallel.random import name_dropouts
 from engine.weight_gradients import WeightGradients
 from engine.zero import ZeroOptimizer
+from engine.zero.norm import check_norm_type
 
 Loss = Callable[[Any, Any], tuple[Tensor, Any]]
 _LARGE = 2**18
@@ -45,7 +46,7 @@ class StepResult:
     loss: Tensor
     """Sum of the losses over the global batch, divided by `tokens`; 0 when nothing is counted."""
     grad_norm: Tensor
-    """Global 2-norm of the divided gradients, before clipping."""
+    """Global norm, of the step's `norm_type`, of the divided gradients before clipping."""
     tokens: Tensor
     """The global count: what the loss function counted, over all microbatches and data ranks."""
     skipped: Tensor
@@ -79,13 +80,15 @@ class TrainStep:
         microbatches: int = 1,
         schedule: str | Schedule = "1f1b",
         clip_grad_norm: float | None = None,
+        norm_type: float = 2.0,
         loss_scale: float | Literal["dynamic"] | LossScaler | None = None,
     ) -> None:
         """model: a PipelineModel, or any module where pipeline = 1. loss(output, target): returns (sum, count), a 0-d
         sum over the rows it counts and how many those are (a number or 0-d tensor). microbatches: equal parts of this
         data rank's rows, run one by one. schedule: `1f1b`, `gpipe`, `zero_bubble`, for a model with chunks in a loop
         `interleaved`, for one with two in a V `zero_bubble_v`; or a function (stages, microbatches) -> for each rank,
-        its `Compute`s in order, see `engine.pipeline.schedule`. clip_grad_norm: clip gradients to this global 2-norm.
+        its `Compute`s in order, see `engine.pipeline.schedule`. clip_grad_norm: clip gradients to this global norm.
+        norm_type: of it, 2.0, or inf for the largest absolute value.
         loss_scale: for fp16, see LossScaler: a step whose gradient norm is not finite then updates nothing, on any
         rank. None does not look.
 
@@ -99,6 +102,7 @@ class TrainStep:
             raise UsageError(
                 f"clip_grad_norm={clip_grad_norm!r}: gradients are clipped to a norm above 0; None does not clip"
             )
+        check_norm_type(norm_type)
         if mesh.layout.pipeline > 1 and not isinstance(model, PipelineModel):
             raise UsageError(
                 f"pipeline({mesh.layout.pipeline}) needs a PipelineModel, got {type(model).__name__}: "
@@ -107,10 +111,11 @@ class TrainStep:
         if optimizer.model is not model:
             raise UsageError("the optimizer was built over another model: pass ZeroOptimizer the model of this step")
         self.model, self.optimizer, self.loss, self.mesh = model, optimizer, loss, mesh
-        self.microbatches, self.clip_grad_norm = microbatches, clip_grad_norm
+        self.microbatches, self.clip_grad_norm, self.norm_type = microbatches, clip_grad_norm, norm_type
         self._executor = Executor(model, mesh.pipeline, mesh.device)
         self._training, named = self._planned(schedule)
         self._weight_gradients = self._apart_from_autograd()
+        self._groups = len(optimizer.param_groups)
         computed = [each for each in self._training if isinstance(each, Compute) and each.kind in _MAKE_GRADIENTS]
         self._last = set({each.stage: each for each in computed}.values())  # of each virtual stage here, in a step
         self._schedule = schedule if isinstance(schedule, str) else getattr(schedule, "__name__", "own")
@@ -122,6 +127,7 @@ class TrainStep:
             "microbatches": microbatches,
             "schedule": named,
             "clip_grad_norm": clip_grad_norm,
+            "norm_type": norm_type,
             "loss_scale": repr(scaler),
         }
         mesh.world.check_equal("TrainStep's options", options)
@@ -149,6 +155,7 @@ class TrainStep:
         if self.mesh.checks:
             self._check_rows(inputs, targets)
         batches = self._even_microbatches(inputs, targets)
+        self._meet_added_groups()
         self.optimizer.zero_grad()
         sums = self._no_sums()
 
@@ -164,7 +171,7 @@ class TrainStep:
         loss, tokens = self._share(sums)
         divisor = torch.where(tokens == 0, torch.ones_like(tokens), tokens)
         scale = 1.0 if self.scaler is None else self.scaler.value
-        grad_norm = self.optimizer.finish_gradients(divisor * scale, self.clip_grad_norm)
+        grad_norm = self.optimizer.finish_gradients(divisor * scale, self.clip_grad_norm, self.norm_type)
         skipped = self.scaler is not None and not self.scaler.accept(grad_norm)
         if skipped:
             self.optimizer.zero_grad()
@@ -259,6 +266,12 @@ class TrainStep:
             return WeightGradients(sinks)
         large = any(p.requires_grad and p.numel() >= _LARGE for p in self.model.parameters())
         return WeightGradients(sinks, least=_LARGE) if large and self.microbatches > 1 else None
+
+    def _meet_added_groups(self) -> None:
+        """After `add_param_group`, which every rank calls, other outputs may have gradients that cross a stage."""
+        if len(self.optimizer.param_groups) != self._groups:
+            self._groups = len(self.optimizer.param_groups)
+            self._executor.forget()
 
     def _forwards(self, microbatches: int) -> Program:
         """Return this rank's program of an evaluation."""

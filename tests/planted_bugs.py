@@ -69,8 +69,8 @@ BUGS = (
     ),
     Bug(
         "tied copies counted on every stage",
-        "engine/zero/optimizer.py",
-        "counts = tie is None or tie.stages[0] == self._mesh.pipeline.rank",
+        "engine/zero/adding.py",
+        "counts = tie is None or tie.stages[0] == mesh.pipeline.rank",
         "counts = True",
     ),
     Bug("clip factor without an upper bound", "engine/zero/norm.py", ".clamp(max=1.0)", "", ("tests/test_zero.py",)),
@@ -83,8 +83,8 @@ BUGS = (
     Bug(
         "bucket order that differs between ranks",
         "engine/zero/reducer.py",
-        "self._turns = list(reversed(range(len(buckets))))",
-        "self._turns = list(range(len(buckets)))[:: 1 if buckets and buckets[0].comm.rank else -1]",
+        "key=lambda number: -firsts[number])",
+        "key=lambda number: firsts[number] * (1 if self._buckets[0].comm.rank else -1))",
     ),
     Bug(
         "shards gathered from the wrong place",

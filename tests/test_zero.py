@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from contextlib import nullcontext
 from typing import Any
 
@@ -138,7 +139,7 @@ class Holder(nn.Module):
             self.register_parameter(name, nn.Parameter(value))
 
 
-def tensor_norm(mesh: engine.Mesh) -> Any:
+def tensor_norm(mesh: engine.Mesh, norm_type: float) -> Any:
     model = Holder(
         {"shard": torch.zeros(1), "norm": torch.zeros(1), "part": torch.zeros(1)},
         {"shard": Placement(dim=0), "part": Placement(gradient="sum")},
@@ -147,19 +148,22 @@ def tensor_norm(mesh: engine.Mesh) -> Any:
     model.shard.grad = torch.tensor([3.0 + mesh.tensor.rank])
     model.norm.grad = torch.tensor([12.0])
     model.part.grad = torch.tensor([40.0 + 4 * mesh.tensor.rank])
-    norm = optimizer.finish_gradients(1.0, max_norm=1.0).item()
+    norm = optimizer.finish_gradients(1.0, max_norm=1.0, norm_type=norm_type).item()
     gradients = optimizer.full_gradients()
     optimizer.step()
     return norm, {name: g.tolist() for name, g in gradients.items()}, model.part.item()
 
 
-def test_the_norm_counts_shards_each_replicated_parameters_once_and_sums_partial_ones(world: World) -> None:
-    # 3, 4 and 12 give 13; the partial gradients 40 and 44 are one of 84: sqrt(13^2 + 84^2) = 85.
-    for norm, gradients, part in world.run(Layout(tensor=2), tensor_norm):
-        assert norm == pytest.approx(85.0, rel=1e-6)
-        assert gradients["shard"] == pytest.approx([3 / 85, 4 / 85], rel=1e-5)
-        assert gradients["norm"] == pytest.approx([12 / 85], rel=1e-5)
-        assert part == pytest.approx(-84 / 85, rel=1e-5)
+# 3, 4 and 12 give 13; the partial gradients 40 and 44 are one of 84, the largest: sqrt(13^2 + 84^2) = 85.
+@pytest.mark.parametrize(("norm_type", "wanted"), [(2.0, 85.0), (math.inf, 84.0)])
+def test_the_norm_counts_shards_each_replicated_parameters_once_and_sums_partial_ones(
+    world: World, norm_type: float, wanted: float
+) -> None:
+    for norm, gradients, part in world.run(Layout(tensor=2), tensor_norm, norm_type):
+        assert norm == pytest.approx(wanted, rel=1e-6)
+        assert gradients["shard"] == pytest.approx([3 / wanted, 4 / wanted], rel=1e-5)
+        assert gradients["norm"] == pytest.approx([12 / wanted], rel=1e-5)
+        assert part == pytest.approx(-84 / wanted, rel=1e-5)
 
 
 def test_the_clip_factor_is_torchs() -> None:
@@ -410,7 +414,7 @@ def test_misuse_is_one_clear_error_on_every_rank(world: World) -> None:
         "max_norm=-1.0",
         "divisor=0: the summed gradient is divided by a number above 0",
         "save the weights with engine.full_state_dict",
-        "groups are fixed at construction",
+        "group 1: params are (name, parameter) pairs",
         "finish_gradients was already called for this step",
         "call zero_grad() before the next backward",
     ]
@@ -450,6 +454,7 @@ def test_a_parameter_that_was_cast_replaced_or_added_under_the_optimizer_is_refu
         assert in_place == "no error"
         assert "'0.weight' was moved, cast or replaced after ZeroOptimizer was built" in exchanged
         assert "was added or unfrozen after ZeroOptimizer was built, which does not update it" in added
+        assert "give it to add_param_group before the next backward, freeze it" in added
 
 
 def sparse_gradient(mesh: engine.Mesh) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -368,6 +369,90 @@ def test_shard_keeps_a_shard_and_two_or_three_buckets_and_takes_no_memory_after_
     for left, kept, places, overlaps in world.run(Layout(data=4), held, "full"):
         assert (left, kept) == (0 if overlaps else whole, whole)
         assert places == [set()] * 4
+
+
+class Failing(nn.Module):
+    """Four weights; in a backward, the error of the rank comes before the gradient of weight `at` is made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(8)
+        self.weights = nn.ParameterList([nn.Parameter(torch.randn(3, 3, dtype=torch.float64)) for _ in range(4)])
+
+    def forward(self, x: Tensor, at: int | None) -> Tensor:
+        for number, weight in enumerate(self.weights):
+            x = (x @ weight).tanh()
+            if number == at:
+                x.register_hook(_fail)
+        return x.square().sum()
+
+
+def _fail(_gradient: Tensor) -> None:
+    raise ArithmeticError
+
+
+# Where the first backward fails, by data rank; None: it does not.
+FAILURES: list[tuple[int | None, int | None]] = [(3, 0), (1, 2), (None, 2)]
+
+
+def interrupted(mesh: engine.Mesh, cases: list[tuple[int, str, bool]]) -> list[dict[str, Tensor]]:
+    """Three steps; after the failure in the second one `zero_grad` is called, or the next microbatch follows."""
+    found = []
+    for stage, accumulate, drops in cases:
+        for failure in FAILURES:
+            model = Failing()
+            options: Any = {"stage": stage, "accumulate": accumulate, "bucket_mib": 1e-9, "lr": 0.1}
+            optimizer = ZeroOptimizer(model, torch.optim.AdamW, mesh, **options)
+            for step in range(3):
+                optimizer.zero_grad()
+                for half in range(2):
+                    fails = (step, half) == (1, 0)
+                    at = failure[mesh.rank] if fails else None
+                    loss = model(small_rows(step, half, mesh.rank), at)
+                    error = nullcontext() if at is None else pytest.raises(ArithmeticError)
+                    with error, optimizer.microbatch(last=half == 1 or (drops and fails)):
+                        loss.backward()
+                    if drops and fails:
+                        optimizer.zero_grad()
+                optimizer.finish_gradients(2.0)
+                optimizer.step()
+            found.append({name: value.clone() for name, value in model.state_dict().items()})
+    return found
+
+
+def small_rows(step: int, half: int, rank: int) -> Tensor:
+    return torch.randn(
+        2, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(100 * step + 10 * half + rank)
+    )
+
+
+def interrupted_plainly(drops: bool, failure: tuple[int | None, int | None]) -> dict[str, Tensor]:
+    model = Failing()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        for half in range(2):
+            for rank in range(2):
+                at = failure[rank] if (step, half) == (1, 0) else None
+                loss = model(small_rows(step, half, rank), at) / 2
+                with nullcontext() if at is None else pytest.raises(ArithmeticError):
+                    loss.backward()
+            if drops and (step, half) == (1, 0):
+                optimizer.zero_grad()
+        optimizer.step()
+    return dict(model.state_dict())
+
+
+@pytest.mark.parametrize("transport", ["torch", None])
+def test_ranks_whose_backward_failed_at_different_points_go_on_together(world: World, transport: str | None) -> None:
+    cases = [(stage, accumulate, drops) for stage, accumulate in MODES for drops in (True, False)]
+    options = {} if transport is None else {"transport": transport}
+    wanted = {drops: [interrupted_plainly(drops, failure) for failure in FAILURES] for drops in (True, False)}
+    runs = [(case, failure, plain) for case in cases for failure, plain in zip(FAILURES, wanted[case[2]], strict=True)]
+    for results in world.run(Layout(data=2), interrupted, cases, **options):
+        for (case, failure, plain), weights in zip(runs, results, strict=True):
+            for name, value in plain.items():
+                torch.testing.assert_close(weights[name], value, rtol=1e-12, atol=1e-14, msg=f"{case} {failure} {name}")
 
 
 def refused(mesh: engine.Mesh) -> list[str]:

@@ -31,8 +31,11 @@ class Branches(nn.Module):
         return y.sum() + sum((y @ self.weights[n]).square().sum() for n in used if n)
 
 
+ALL = [0, 1, 2, 3]
 # The weights used in each step, by data rank: all; without one; one on a rank only; without two; all again.
-STEPS = [([0, 1, 2, 3], [0, 1, 2, 3]), ([0, 1], [0, 1, 3]), ([0, 2], [0]), ([0], [0]), ([0, 1, 2, 3], [1, 2, 3])]
+STEPS = [(ALL, ALL), ([0, 1], [0, 1, 3]), ([0, 2], [0]), ([0], [0]), (ALL, [1, 2, 3]), (ALL, ALL), (ALL, ALL)]
+FROZEN = {4: [1], 5: [0, 1, 3], 6: [0]}
+"""The weights that are frozen from a step on; the others are trained again, from the state that they had."""
 OPTIMIZERS: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [
     (torch.optim.AdamW, {"lr": 0.05, "weight_decay": 0.3}),
     (torch.optim.AdamW, {"lr": 0.05, "weight_decay": 0.3, "fused": True}),
@@ -50,6 +53,11 @@ def groups(model: nn.Module, named: bool) -> list[dict[str, Any]]:
     return [{"params": [pick(p) for p in pairs[:3]]}, {"params": [pick(p) for p in pairs[3:]], "weight_decay": 0.0}]
 
 
+def freeze(model: Branches, step: int) -> None:
+    for number, weight in enumerate(model.weights):
+        weight.requires_grad_(number not in FROZEN.get(step, []))
+
+
 def train(mesh: engine.Mesh, cases: list[tuple[int, str, int, float]]) -> list[dict[str, Tensor]]:
     found = []
     for stage, accumulate, number, bucket_mib in cases:
@@ -65,8 +73,7 @@ def train(mesh: engine.Mesh, cases: list[tuple[int, str, int, float]]) -> list[d
             **options,
         )
         for step, used in enumerate(STEPS):
-            if step == 4:
-                model.weights[1].requires_grad_(False)  # freezing later
+            freeze(model, step)
             with optimizer.microbatch(last=True):
                 model(rows(step, mesh.rank), used[mesh.rank]).backward()
             optimizer.finish_gradients(mesh.data.size)
@@ -80,8 +87,7 @@ def train_plain(number: int) -> dict[str, Tensor]:
     model, (kind, options) = Branches(), OPTIMIZERS[number]
     optimizer = kind(groups(model, named=False), **options)
     for step, used in enumerate(STEPS):
-        if step == 4:
-            model.weights[1].requires_grad_(False)
+        freeze(model, step)
         optimizer.zero_grad()
         (sum(model(rows(step, rank), used[rank]) for rank in range(2)) / 2).backward()
         optimizer.step()

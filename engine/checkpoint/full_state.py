@@ -15,21 +15,32 @@ from engine.comm.full import full_entries, full_tensors
 from engine.comm.mesh import Mesh
 from engine.errors import UsageError, did_you_mean
 from engine.placement import REPLICATED, placements_of, ties_of
+from engine.precision import LOW, sum_dtype
 from engine.zero import ZeroOptimizer
 from engine.zero.sharing import unshared_load
 
 
 @torch.no_grad()
-def full_state_dict(model: nn.Module, mesh: Mesh, *, rank: int | None = None) -> dict[str, Tensor]:
+def full_state_dict(
+    model: nn.Module, mesh: Mesh, *, rank: int | None = None, optimizer: ZeroOptimizer | None = None
+) -> dict[str, Tensor]:
     """Return every parameter and persistent buffer at full size, as independent CPU tensors, in layer order.
 
     A tied parameter appears under each of its names, the first layer's being the canonical one. Every rank of the
     mesh must call it. With `rank`, only that global rank gets the dict and the others an empty one.
+
+    optimizer: the one over this model, for a state that loses nothing: trained parameters of fp16 and bf16 come as the
+    fp32 values that it updates. None: as they are in the model.
     """
     check_order("full_state_dict(model, mesh)", model, mesh)
     if rank is not None and not 0 <= rank < mesh.layout.world_size:
         raise UsageError(f"rank={rank} is outside the mesh: ranks go from 0 to {mesh.layout.world_size - 1}")
-    return full_tensors(local_state(model), placements_of(model), mesh, rank=rank)
+    local = local_state(model)
+    if optimizer is not None:
+        _check_optimizer(optimizer, model)
+        masters = optimizer.masters()
+        local = {name: masters.get(id(x), x) for name, x in local.items()}
+    return full_tensors(local, placements_of(model), mesh, rank=rank)
 
 
 @torch.no_grad()
@@ -39,17 +50,17 @@ def load_full_state_dict(
     """Fill the model with `state`, every rank taking its shards of its layers.
 
     state: as `full_state_dict` returns it, the whole on every rank; a tied parameter may be left out under all but
-    its first name. optimizer: the one over this model, when there is one; with `share_parameters` it must be given.
-    Every rank of the mesh must call it.
+    its first name. optimizer: the one over this model, when there is one; with `share_parameters` it must be given. Its
+    fp32 masters become values of fp32 as they are, and follow those of fp16 and bf16. Every rank of the mesh must call
+    it.
 
     Of several data ranks, rank 0's values count. Raises UsageError on every rank, before anything is changed, when any
     rank's state has missing or unexpected names, wrong shapes, or different values for tied names, or a needed
     optimizer was left out.
     """
     check_order("load_full_state_dict(model, mesh, state, optimizer=optimizer)", model, mesh)
-    if optimizer is not None and not isinstance(optimizer, ZeroOptimizer):
-        raise UsageError(f"optimizer= is a {type(optimizer).__name__}: give the model's ZeroOptimizer, or leave it out")
     if optimizer is not None:
+        _check_optimizer(optimizer, model)
         optimizer.parameters_replaced(model)
     local, placements = local_state(model), placements_of(model)
     expected = {name: shape for stage in full_entries(local, placements, mesh) for name, shape, _ in stage}
@@ -65,13 +76,26 @@ def load_full_state_dict(
         raise UsageError(
             "what another rank was given does not fit the model or its optimizer, nothing was loaded: see its error"
         )
+    full = {name: state[name] if name in state else state[canonical[name]] for name in local}
+    wide = [name for name, x in local.items() if x.dtype in LOW and full[name].dtype not in LOW and x.requires_grad]
+    wide = mesh.data.broadcast_object(wide if optimizer is not None else [], 0)
+    exact: dict[int, Tensor] = {}
     for name, target in local.items():
-        full = state[name] if name in state else state[canonical[name]]
+        shard = placements.get(name, REPLICATED).shard(full[name], mesh.tensor.rank, mesh.tensor.size)
+        if name in wide:
+            shard = exact[id(target)] = mesh.data.broadcast(shard.to(target.device, sum_dtype(target.dtype)), 0)
         if optimizer is None or optimizer.writes(target):
-            target.copy_(placements.get(name, REPLICATED).shard(full, mesh.tensor.rank, mesh.tensor.size))
+            target.copy_(shard)
         mesh.data.broadcast(target, 0)
     if optimizer is not None:
-        optimizer.parameters_written()
+        optimizer.parameters_written(exact)
+
+
+def _check_optimizer(optimizer: object, model: nn.Module) -> None:
+    if not isinstance(optimizer, ZeroOptimizer):
+        raise UsageError(f"optimizer= is a {type(optimizer).__name__}: give the model's ZeroOptimizer, or leave it out")
+    if optimizer.model is not model:
+        raise UsageError("optimizer= was built over another model than this one")
 
 
 def check_order(call: str, model: object, mesh: object) -> None:

@@ -73,6 +73,10 @@ class Executor:
             if weight_gradients is not None:
                 weight_gradients.clear()  # what waits where the program failed
 
+    def forget(self) -> None:
+        """Forget the shapes that were announced: other parameters are trained. Every rank of the axis must call it."""
+        self.forms = Forms(self.comm, self.device)
+
     @property
     def ahead(self) -> bool:
         """Whether programs should post receives ahead: where messages move beside computing. Not on accelerators, whose

@@ -4,7 +4,8 @@ and their collectives.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +14,7 @@ from engine.comm.communicator import Communicator
 from engine.comm.work import Work
 from engine.errors import UsageError
 from engine.precision import sum_dtype
-from engine.zero.plan import Bucket
+from engine.zero.plan import Bucket, ParameterInfo, plan_buckets
 from engine.zero.pool import BufferPool
 
 Write = Callable[[Tensor, bool], object]
@@ -317,16 +318,22 @@ class FlatBucket:
 
 
 def make_buckets(
-    plans: Sequence[Bucket],
-    parameters: Sequence[nn.Parameter],
+    infos: Sequence[ParameterInfo],
+    named: Sequence[tuple[str, nn.Parameter]],
     comm: Communicator,
+    options: Mapping[str, Any],
     *,
-    stage: int,
-    whole: Sequence[bool],
-    wire_dtype: torch.dtype | None,
+    first: int,
     share: bool,
 ) -> list[FlatBucket]:
-    """Return the buckets of the plans, see FlatBucket; `whole` is for each. Every rank of `comm` must call it."""
+    """Return the buckets of the parameters from number `first` on, see FlatBucket. infos: of all, as `named`. options:
+    of ZeroOptimizer. Every rank of `comm` must call it.
+    """
+    stage, wire_dtype = options["stage"], options["wire_dtype"]
+    plans = plan_buckets(infos, options["bucket_mib"] * 2**20, comm.size, first=first)
+    keep_all = stage < 2 or options["accumulate"] == "full" or comm.size == 1
+    whole = [keep_all or plan.apart for plan in plans]
+    parameters = [parameter for _, parameter in named]
     borrowing = [(sum_dtype(plan.dtype), plan.numel) for plan, w in zip(plans, whole, strict=True) if not w]
     # One is filled while another is reduced; a third for started collectives, which end later.
     pool = BufferPool(comm, borrowing, shared=2 + comm.overlaps)

@@ -18,6 +18,7 @@ from engine.comm.mesh import Mesh
 from engine.errors import UsageError
 from engine.placement import Placement
 from engine.zero.buckets import FlatBucket
+from engine.zero.groups import Named
 from engine.zero.inner import Inner, Piece
 from engine.zero.plan import ParameterInfo
 
@@ -78,6 +79,18 @@ def consolidated(
         for number, options in enumerate(groups)
     ]
     return {"state": {name: values for name, values in state.items() if values}, "param_groups": full_groups}
+
+
+def whole_gradients(buckets: Sequence[FlatBucket], named: Sequence[Named]) -> dict[str, Tensor]:
+    """Return the finished gradients by name, of this rank's shard shapes, whole over the data axis, all of whose ranks
+    must call it.
+    """
+    local: dict[str, Tensor] = {}
+    for bucket in buckets:
+        whole = bucket.whole_gradients()
+        for parameter, each in bucket.parameters:
+            local[named[each.index][0]] = whole[each.start : each.stop].view(parameter.shape)
+    return local
 
 
 def _check_state(inner: Inner, mesh: Mesh) -> None:

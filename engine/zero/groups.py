@@ -63,7 +63,7 @@ def agreed_groups(
         raise UsageError(
             "gather='forward': at stage 0 and with share_parameters=True nothing is gathered: leave it out"
         )
-    _check_dtypes(model, options["wire_dtype"])
+    check_dtypes(model, options["wire_dtype"])
     check_options(optimizer_class, kwargs, own=("groups", *options))
     placed = named_groups(model, groups)
     check_kinds(mesh, placed, optimizer_class)
@@ -88,7 +88,7 @@ def _check_accumulation(stage: int, accumulate: object) -> None:
         )
 
 
-def _check_dtypes(model: nn.Module, wire_dtype: object) -> None:
+def check_dtypes(model: nn.Module, wire_dtype: object) -> None:
     if wire_dtype not in (None, *LOW):
         raise DtypeError(f"wire_dtype={wire_dtype}: choose torch.bfloat16, torch.float16, or None for no rounding")
     for name, parameter in model.named_parameters():
@@ -108,23 +108,7 @@ def named_groups(
     placed: set[int] = set()
     result = []
     for number, group in enumerate(groups):
-        members: list[Named] = []
-        if isinstance(group.get("params"), set | frozenset | None):
-            raise UsageError(f"group {number}: params must be an ordered list of (name, parameter) pairs")
-        for each in group["params"]:
-            if not (isinstance(each, tuple) and len(each) == 2):
-                raise UsageError(
-                    f"group {number}: params are (name, parameter) pairs, as model.named_parameters() gives them"
-                )
-            name, parameter = each
-            if not parameter.requires_grad:
-                continue
-            if id(parameter) not in trainable:
-                raise UsageError(f"group {number}: {name!r} is no parameter of the model")
-            if id(parameter) in placed:
-                raise UsageError(f"group {number}: {name!r} is in two groups")
-            placed.add(id(parameter))
-            members.append((trainable[id(parameter)], parameter))
+        members = _members(number, group, trainable, placed)
         result.append(({key: value for key, value in group.items() if key not in ("params", "param_names")}, members))
     left = [name for key, name in trainable.items() if key not in placed]
     if left:
@@ -133,6 +117,39 @@ def named_groups(
             f"add them, or freeze them"
         )
     return result
+
+
+def _members(number: int, group: Mapping[str, Any], trainable: Mapping[int, str], placed: set[int]) -> list[Named]:
+    """Return the members of one group, under the model's names for them; frozen ones are left out. placed: the ids of
+    what is in a group; brought up to date.
+    """
+    members: list[Named] = []
+    if isinstance(group.get("params"), set | frozenset | Tensor | None):
+        raise UsageError(f"group {number}: params must be an ordered list of (name, parameter) pairs")
+    for each in group["params"]:
+        if not (isinstance(each, tuple) and len(each) == 2):
+            raise UsageError(
+                f"group {number}: params are (name, parameter) pairs, as model.named_parameters() gives them"
+            )
+        name, parameter = each
+        if not parameter.requires_grad:
+            continue
+        if id(parameter) not in trainable:
+            raise UsageError(f"group {number}: {name!r} is no parameter of the model")
+        if id(parameter) in placed:
+            raise UsageError(f"group {number}: {name!r} is in two groups")
+        placed.add(id(parameter))
+        members.append((trainable[id(parameter)], parameter))
+    return members
+
+
+def check_added(model: nn.Module, group: object, placed: Sequence[tuple[dict[str, Any], list[Named]]]) -> list[Named]:
+    """Return the members of a group that is added to those that are there. Nothing is sent."""
+    if not isinstance(group, Mapping):
+        raise UsageError(f"add_param_group takes a group, a dict with 'params' and options, not {type(group).__name__}")
+    trainable = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
+    there = {id(parameter) for _, members in placed for _, parameter in members}
+    return _members(len(placed), group, trainable, there)
 
 
 def check_classes(model: nn.Module, optimizer_class: type[torch.optim.Optimizer], mesh: Mesh) -> None:
@@ -150,10 +167,16 @@ def check_classes(model: nn.Module, optimizer_class: type[torch.optim.Optimizer]
 
 
 def check_kinds(
-    mesh: Mesh, groups: Sequence[tuple[dict[str, Any], list[Named]]], optimizer_class: type[torch.optim.Optimizer]
+    mesh: Mesh,
+    groups: Sequence[tuple[dict[str, Any], list[Named]]],
+    optimizer_class: type[torch.optim.Optimizer],
+    *,
+    first: int = 0,
 ) -> None:
-    """Refuse, on every rank, groups whose optimizer cannot work on what their `shard` gives it, on any."""
-    found = [_misfit(number, group, optimizer_class) for number, group in enumerate(groups)]
+    """Refuse, on every rank, groups, from number `first` on, whose optimizer cannot work on what their `shard` gives
+    it, on any.
+    """
+    found = [_misfit(number, group, optimizer_class) for number, group in enumerate(groups, first)]
     problems = [text for text in found if text]
     if mesh.world.any(bool(problems)):
         raise UsageError(problems[0] if problems else "a parameter group of another rank does not fit: see its error")
@@ -224,11 +247,13 @@ def check_same(
     groups: Sequence[tuple[dict[str, Any], list[Named]]],
     optimizer_class: type[torch.optim.Optimizer],
     options: dict[str, Any],
+    *,
+    what: str = "ZeroOptimizer",
 ) -> None:
-    """Refuse, on every rank, options or models that differ between the ranks."""
+    """Refuse, on every rank, options, of `what`, or models that differ between the ranks."""
     plain = (bool, int, float, str, tuple, type(None))
     settings = {key: value for key, value in options.items() if isinstance(value, plain)}
-    mesh.world.check_equal("ZeroOptimizer's options", (optimizer_class.__name__, sorted(settings.items())))
+    mesh.world.check_equal(f"{what}'s options", (optimizer_class.__name__, sorted(settings.items())))
     shapes = [
         (
             sorted((key, value) for key, value in group.items() if isinstance(value, plain)),
@@ -238,8 +263,9 @@ def check_same(
         for group, members in groups
     ]
     others = [(name, tuple(b.shape)) for name, b in model.named_buffers()]
+    order = [name for name, _ in model.named_parameters()]
     for comm in (mesh.data, mesh.tensor):
-        comm.check_equal("the model's parameters and their groups", (shapes, others))
+        comm.check_equal("the model's parameters and their groups", (shapes, others, order))
 
 
 def check_sharing(mesh: Mesh, stage: int) -> None:

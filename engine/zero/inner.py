@@ -17,7 +17,7 @@ from torch import Tensor
 from engine.comm.communicator import Communicator
 from engine.placement import Placement
 from engine.zero.buckets import FlatBucket
-from engine.zero.groups import Named, options_of
+from engine.zero.groups import options_of
 from engine.zero.matrices import BucketMatrices
 from engine.zero.offload import HostBucket, HostBuckets
 from engine.zero.plan import ParameterInfo
@@ -69,51 +69,46 @@ class Inner:
 
     def __init__(
         self,
-        optimizer_class: type[torch.optim.Optimizer],
-        placed: Sequence[tuple[dict[str, Any], list[Named]]],
-        kwargs: Mapping[str, Any],
         buckets: Sequence[FlatBucket],
         infos: Sequence[ParameterInfo],
-        placements: Mapping[str, Placement],
         tensor: Communicator,
         host: HostBuckets | None = None,
     ) -> None:
-        """placed: the parameter groups, whose options each of their elements keeps. kwargs: of `optimizer_class`, which
-        updates the groups that name no other. infos: of the parameters, indexed by the buckets' plans. tensor: the
-        axis that the placements speak of. host: where the optimizers work instead of in the buckets.
+        """buckets: more may be appended between steps, see `add`; so may infos, which are of the parameters, indexed by
+        the buckets' plans. tensor: the axis that placements speak of. host: where the optimizers work instead of in the
+        buckets.
         """
-        self._kinds = _kinds(optimizer_class, placed, kwargs)
-        templates = [(kind, kind.make({})) for kind in self._kinds]
-        by_group = {
-            group: options
-            for kind, template in templates
-            for group, options in zip(kind.groups, template.param_groups, strict=True)
-        }
-        self.param_groups: list[dict[str, Any]] = [by_group[group] for group in range(len(placed))]
-        """The options of every group, the class's defaults among them; without parameters."""
-        self.defaults: dict[str, Any] = templates[0][1].defaults
-        """Of the first group's class."""
+        self._kinds: list[Kind] = []
         self.matrices: list[BucketMatrices | None] = []
         """Of every bucket; None where it holds runs of elements."""
         self.pieces: list[list[Piece]] = []
         """Of every bucket."""
         self._optimizers: list[list[tuple[Kind, torch.optim.Optimizer]]] = []
-        self._host, self._buckets = host, buckets
+        self._host, self._buckets, self._infos, self._tensor = host, buckets, infos, tensor
         self._memory: Sequence[FlatBucket | HostBucket] = buckets if host is None else host.buckets
         self._left_out: frozenset[int] = frozenset()
-        loads = [0.0] * tensor.size
-        for number, bucket in enumerate(buckets):
-            memory = self._memory[number]
+        self._loads = [0.0] * tensor.size
+
+    def add(self, kinds: Sequence[Kind], placements: Mapping[str, Placement]) -> None:
+        """Make the optimizers of the buckets that have none, whose parameters are in the groups of `kinds`."""
+        self._kinds += kinds
+        for number in range(len(self.matrices), len(self._buckets)):
+            bucket, memory = self._buckets[number], self._memory[number]
             matrices = None
             if bucket.plan.whole:
-                matrices = BucketMatrices(bucket, memory, infos, placements, tensor, loads)
+                matrices = BucketMatrices(bucket, memory, self._infos, placements, self._tensor, self._loads)
             self.matrices.append(matrices)
-            self._add(self._runs(bucket, memory, infos) if matrices is None else _wholes(matrices, infos))
+            self._add(self._runs(bucket, memory) if matrices is None else _wholes(matrices, self._infos))
 
     @property
     def state(self) -> dict[Tensor, dict[str, Any]]:
         """What the optimizers keep, by the tensor that they update."""
         return {piece.tensor: piece.state for pieces in self.pieces for piece in pieces}
+
+    @property
+    def memory(self) -> list[tuple[FlatBucket, FlatBucket | HostBucket]]:
+        """Every bucket, and where it is updated."""
+        return list(zip(self._buckets, self._memory, strict=True))
 
     def leave_out(self, unused: Collection[int]) -> None:
         """Let the next steps pass over these parameters, by their index in the plans, as plain torch does over those
@@ -192,12 +187,10 @@ class Inner:
         self._optimizers.append(optimizers)
         self.pieces.append(pieces)
 
-    def _runs(
-        self, bucket: FlatBucket, memory: FlatBucket | HostBucket, infos: Sequence[ParameterInfo]
-    ) -> Iterable[tuple[Tensor, int, int, int]]:
+    def _runs(self, bucket: FlatBucket, memory: FlatBucket | HostBucket) -> Iterable[tuple[Tensor, int, int, int]]:
         """Yield the runs of elements of one group each, in pieces where the optimizer passes over them repeatedly."""
         pieced = {group for kind in self._kinds if kind.chosen for group in kind.groups}
-        for run in bucket.plan.ranges(*bucket.updated, key=lambda index: infos[index].group):
+        for run in bucket.plan.ranges(*bucket.updated, key=lambda index: self._infos[index].group):
             assert isinstance(run.key, int)
             short = run.key in pieced and memory.device.type == "cpu"
             longest = _PIECE if short else run.stop - run.start
@@ -222,31 +215,44 @@ def _wholes(matrices: BucketMatrices, infos: Sequence[ParameterInfo]) -> Iterabl
             yield each.whole, infos[each.index].group, each.start, each.start + each.value.numel()
 
 
-def _kinds(
+def kinds_of(
     optimizer_class: type[torch.optim.Optimizer],
-    placed: Sequence[tuple[dict[str, Any], list[Named]]],
+    placed: Sequence[Mapping[str, Any]],
     kwargs: Mapping[str, Any],
+    *,
+    first: int = 0,
 ) -> list[Kind]:
     """Return who updates which groups, the first group's first: a group that names another class has an optimizer by
-    itself, whose options are the group's.
+    itself, whose options are the group's. placed: the groups, from number `first` on. kwargs: of `optimizer_class`,
+    which updates the groups that name no other.
     """
-    named = [
-        group
-        for group, (options, _) in enumerate(placed)
-        if options.get("optimizer", optimizer_class) is not optimizer_class
-    ]
-    rest = [group for group in range(len(placed)) if group not in named]
+    numbered = dict(enumerate(placed, first))
+    named = [g for g, options in numbered.items() if options.get("optimizer", optimizer_class) is not optimizer_class]
+    rest = [group for group in numbered if group not in named]
     kinds = []
     if rest:
         chosen = _chooses(optimizer_class, kwargs)
-        options = tuple(options_of(placed[group][0]) for group in rest)
+        options = tuple(options_of(numbered[group]) for group in rest)
         ours = {**kwargs, "foreach": False} if chosen else dict(kwargs)
         kinds.append(Kind(optimizer_class, tuple(rest), options, ours, chosen))
     for group in named:
-        kind, own = placed[group][0]["optimizer"], options_of(placed[group][0])
+        kind, own = numbered[group]["optimizer"], options_of(numbered[group])
         chosen = _chooses(kind, own)
         kinds.append(Kind(kind, (group,), ({},), {**own, "foreach": False} if chosen else own, chosen))
     return sorted(kinds, key=lambda kind: kind.groups)
+
+
+def full_options(kinds: Sequence[Kind]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Return the options of every group of `kinds`, in order, the class's defaults among them, without parameters; and
+    the defaults of the first one's class. Raises what the classes do for options that they do not take.
+    """
+    templates = [(kind, kind.make({})) for kind in kinds]
+    by_group = {
+        group: options_of(options)
+        for kind, template in templates
+        for group, options in zip(kind.groups, template.param_groups, strict=True)
+    }
+    return [by_group[group] for group in sorted(by_group)], templates[0][1].defaults
 
 
 def _chooses(optimizer_class: type[torch.optim.Optimizer], given: Mapping[str, Any]) -> bool:

@@ -57,8 +57,7 @@ class HostBucket:
         """Return once the gradient is here, and the values may be written. Values that were changed elsewhere since the
         last step are taken over: those that differ from what was sent, so that rounding loses nothing.
         """
-        if self._sent is not None:
-            self._sent.wait_on_host()
+        self.sent()
         if [parameter._version for parameter in self._parameters] != self._versions:
             found = self._target.to(self.device)
             same = found == self._values.to(found.dtype)
@@ -66,6 +65,11 @@ class HostBucket:
         assert self._fetched is not None
         self._fetched.wait_on_host()
         self._fetched = None
+
+    def sent(self) -> None:
+        """Return once the values that were last sent may be written."""
+        if self._sent is not None:
+            self._sent.wait_on_host()
 
     def send(self) -> None:
         """Start taking the updated values back; what the device does from now on sees them."""
@@ -76,17 +80,20 @@ class HostBucket:
 class HostBuckets:
     """The host's side of all buckets."""
 
-    def __init__(self, buckets: Sequence[FlatBucket], device: torch.device) -> None:
-        stream = CopyStream(device)
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._stream = device, CopyStream(device)
+        self.buckets: list[HostBucket] = []
+
+    def add(self, buckets: Sequence[FlatBucket]) -> None:
+        """Add buckets, which have two buffers of their own."""
         longest: dict[torch.dtype, int] = {}
         for bucket in buckets:
             dtype = bucket.gradient(bucket.start, bucket.start).dtype
             longest[dtype] = max(longest.get(dtype, 0), bucket.plan.shard)
-        buffers = {dtype: [host_empty(n, dtype, device) for _ in range(2)] for dtype, n in longest.items()}
-        self.buckets: list[HostBucket] = []
+        buffers = {dtype: [host_empty(n, dtype, self._device) for _ in range(2)] for dtype, n in longest.items()}
         for number, bucket in enumerate(buckets):
             pair = buffers[bucket.gradient(bucket.start, bucket.start).dtype]
-            self.buckets.append(HostBucket(bucket, pair[number % 2], stream))
+            self.buckets.append(HostBucket(bucket, pair[number % 2], self._stream))
 
     def start(self, number: int) -> None:
         """Return when bucket `number` can be updated here, with the next one's gradient on its way."""

@@ -8,6 +8,7 @@ arXiv:1910.02054.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn
@@ -18,23 +19,23 @@ from torch import Tensor, nn
 from engine.comm.full import full_tensors
 from engine.comm.mesh import Mesh
 from engine.errors import UsageError
-from engine.placement import placements_of, stage_of
+from engine.placement import Placement, placements_of
 from engine.weight_gradients import Sink
-from engine.zero.buckets import make_buckets
-from engine.zero.consolidate import consolidated
-from engine.zero.groups import agreed_groups, check_replicas, check_shards, keeps_whole, options_of
-from engine.zero.inner import Inner
-from engine.zero.matrices import matrix_work
-from engine.zero.norm import clip_factor, global_norm
+from engine.zero.adding import Addition, Placed, fresh_parts, infos_of, rename, why_not_now
+from engine.zero.agreement import agreed_flags
+from engine.zero.buckets import FlatBucket, make_buckets
+from engine.zero.consolidate import consolidated, whole_gradients
+from engine.zero.groups import Named, agreed_groups, check_replicas, check_shards, options_of
+from engine.zero.inner import Inner, Kind, full_options, kinds_of
+from engine.zero.masters import set_masters, whole_masters
+from engine.zero.norm import check_clipping, clip_factor, global_norm
 from engine.zero.offload import HostBuckets
-from engine.zero.plan import ParameterInfo, plan_buckets
+from engine.zero.plan import ParameterInfo
 from engine.zero.reducer import Reducer
 from engine.zero.sharing import SharedParameters
 from engine.zero.stepping import Stepper
-from engine.zero.ties import own_ties, share, sum_over_axes
+from engine.zero.ties import own_ties, sum_over_axes
 from engine.zero.watch import EqualBuffers, WatchedParameters, make_equal, talks_over
-
-_MIB = 2**20
 
 
 class ZeroOptimizer(torch.optim.Optimizer):
@@ -104,7 +105,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Raises UsageError on every rank for a model, groups or options that do not fit, or that differ between ranks,
         before anything is changed.
         """
-        options = {
+        options: dict[str, Any] = {
             "stage": stage,
             "bucket_mib": bucket_mib,
             "accumulate": accumulate,
@@ -115,53 +116,31 @@ class ZeroOptimizer(torch.optim.Optimizer):
             "offload": offload,
         }
         placed = agreed_groups(model, optimizer_class, mesh, groups, options, optimizer_kwargs)
+        kinds = kinds_of(optimizer_class, [own for own, _ in placed], optimizer_kwargs)
+        outer, defaults = full_options(kinds)
         self._mesh, self._model, self._stage = mesh, model, stage
-        shares = share_parameters and mesh.data.size > 1
-        self._named = [each for _, members in placed for each in members]
-        self._placements = placements_of(model)
-        if mesh.checks:
-            check_shards(mesh, self._placements, self._named)
-        self._ties = own_ties(model, self._named)
-        make_equal(model, self._placements, self._ties, mesh)
-        self._infos = [
-            self._info(name, parameter, group, keeps_whole(own))
-            for group, (own, members) in enumerate(placed)
-            for name, parameter in members
-        ]
-        plans = plan_buckets(self._infos, bucket_mib * _MIB, mesh.data.size)
-        keep_all = stage < 2 or accumulate == "full" or mesh.data.size == 1
-        whole = [keep_all or plan.apart for plan in plans]
-        self._buckets = make_buckets(
-            plans,
-            [parameter for _, parameter in self._named],
-            mesh.data,
-            stage=stage,
-            whole=whole,
-            wire_dtype=wire_dtype,
-            share=shares,
-        )
-        self._shared = SharedParameters(mesh, self._named, self._buckets) if shares else None
-        for bucket in () if offload else self._buckets:
-            bucket.make_masters()
-        # A collective of the model's own over the data axis would meet these in another order on another rank.
-        alone = not any(talks_over(module, mesh.data) for module in model.modules())
-        self._reducer = Reducer(self._buckets, early=alone)
-        self._host = HostBuckets(self._buckets, mesh.device) if offload else None
-        memory = (self._buckets, self._infos, self._placements, mesh.tensor, self._host)
-        self._inner = Inner(optimizer_class, placed, optimizer_kwargs, *memory)
-        self._stepper = Stepper(self._inner, self._buckets, gathers=stage > 0 and not shares)
+        self._class, self._kwargs, self._options = optimizer_class, optimizer_kwargs, options
         self._waits_in_step = gather == "step"
-        if not self._waits_in_step:
-            self._stepper.wait_before_use(model, {id(p): index for index, (_, p) in enumerate(self._named)})
-        self._watched = WatchedParameters(model, self._named, self._buckets)
-        self._equal = EqualBuffers(model, mesh.data) if broadcast_buffers else None
         self._phase = "collecting"
-        outer = [
-            {**options_of(group), "params": [p for _, p in members]}
-            for group, (_, members) in zip(self._inner.param_groups, placed, strict=True)
+        # Added groups append to these lists, which the parts below hold as well.
+        self._placed: list[Placed] = []
+        self._named: list[Named] = []
+        self._infos: list[ParameterInfo] = []
+        self._buckets: list[FlatBucket] = []
+        self._modules = weakref.WeakSet[nn.Module]()
+        shares = share_parameters and mesh.data.size > 1
+        self._shared = SharedParameters(mesh, self._named, self._buckets) if shares else None
+        self._host = HostBuckets(mesh.device) if offload else None
+        self._reducer = Reducer(self._buckets)
+        self._inner = Inner(self._buckets, self._infos, mesh.tensor, self._host)
+        self._stepper = Stepper(self._inner, self._buckets, gathers=stage > 0 and not shares)
+        self._equal = EqualBuffers(mesh.data) if broadcast_buffers else None
+        self._lay_out(placed, kinds, placements_of(model))
+        groups_of = [
+            {**own, "params": [p for _, p in members]} for own, (_, members) in zip(outer, placed, strict=True)
         ]
-        super().__init__(outer, {})  # groups of another class must not get this one's defaults
-        self.defaults = self._inner.defaults
+        super().__init__(groups_of, {})  # groups of another class must not get this one's defaults
+        self.defaults = defaults
         self._ready = True
 
     # ---- one step --------------------------------------------------------------------------------------------------
@@ -178,30 +157,29 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return self._reducer.microbatch(last, stage)
 
     @torch.no_grad()
-    def finish_gradients(self, divisor: float | Tensor = 1.0, max_norm: float | None = None) -> Tensor:
+    def finish_gradients(
+        self, divisor: float | Tensor = 1.0, max_norm: float | None = None, norm_type: float = 2.0
+    ) -> Tensor:
         """Sum the gradients over the data axis, divide them by `divisor` once, clip them, and return the norm before
         clipping.
 
         divisor: a number or 0-d tensor, equal on every rank; `mesh.data.size` gives DDP's mean. max_norm: clip to
-        this global 2-norm, None: do not. Returns a 0-d tensor, equal on every rank. Every rank of the mesh must call
-        it, once, after its last backward. Raises UsageError for a sparse gradient, when it was already called for this
-        step or `zero_grad` was not since the last, or a parameter was moved, cast, replaced, added or unfrozen since.
+        this global norm, None: do not. norm_type: 2.0, or inf for the largest absolute value. Returns a 0-d tensor,
+        equal on every rank. Every rank of the mesh must call it, once, after its last backward. Raises UsageError for a
+        sparse gradient, when it was already called for this step or `zero_grad` was not since the last, or a parameter
+        was moved, cast, replaced, added or unfrozen since.
         """
         if self._phase == "finished":
             raise UsageError("finish_gradients was already called for this step: call step() and zero_grad() first")
         if self._phase == "stepped":
             raise UsageError("the last step's gradients are still there: call zero_grad() before the next backward")
-        if isinstance(divisor, int | float) and not divisor > 0:
-            raise UsageError(f"divisor={divisor!r}: the summed gradient is divided by a number above 0")
-        if max_norm is not None and not max_norm > 0:
-            raise UsageError(
-                f"max_norm={max_norm!r}: gradients are clipped to a norm above 0; None leaves them as they are"
-            )
+        check_clipping(divisor, max_norm, norm_type)
         self._stepper.wait()
         self._watched.check()
+        self._reducer.catch_up()
         for bucket in self._buckets:
             bucket.adopt_gradients()
-        unused, more, written = self._agree()
+        unused, more, written = agreed_flags(self._buckets, self._named, self._ties, self._equal, self._mesh)
         sum_over_axes(self._buckets, self._named, self._placements, self._ties, self._mesh)
         self._reducer.start_rest(more)
         self._reducer.settle()
@@ -209,7 +187,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if self._mesh.checks:
             parts = [part for bucket in self._buckets for part in bucket.reduced_parts()]
             check_replicas(self._mesh, self._placements, [(self._named[index][0], part) for index, part in parts])
-        norm = global_norm(self._counted_parts(), self._mesh.world) / divisor
+        norm = global_norm(self._counted_parts(), self._mesh.world, norm_type) / divisor
         scale = divisor if max_norm is None else divisor / clip_factor(norm, max_norm)
         for bucket in self._buckets:
             bucket.reduced.div_(scale)
@@ -234,9 +212,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._inner.set_options(self.param_groups)
         if self._shared is not None:
             self._shared.meet_unchanged()
-        if self._watched.changed:
-            for bucket in self._buckets:
-                bucket.parameters_to_masters()
+        self._take_over()
         self._stepper.step()
         if self._waits_in_step:
             self._stepper.wait()
@@ -246,8 +222,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._phase = "stepped"
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002 (torch's signature)
-        """Drop all gradients: each parameter's `grad` is None, whatever `set_to_none` says. Nothing is sent, but
-        reductions that were started are waited for. `model.zero_grad()` does not reach what lies in buckets.
+        """Drop all gradients: each parameter's `grad` is None, whatever `set_to_none` says. `model.zero_grad()` does
+        not reach what lies in buckets.
+
+        Reductions that were started are waited for. Nothing else is sent, but after a backward that raised an error,
+        in a `microbatch`, those that it had not come to: every rank of the mesh must call it then.
         """
         self._reducer.drop()
         self._phase = "collecting"
@@ -266,12 +245,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             raise UsageError(
                 "full_gradients() works after finish_gradients() and before step(): at other times they are not whole"
             )
-        local: dict[str, Tensor] = {}
-        for bucket in self._buckets:
-            whole = bucket.whole_gradients()
-            for parameter, each in bucket.parameters:
-                local[self._named[each.index][0]] = whole[each.start : each.stop].view(parameter.shape)
-        copies = self._copies()
+        local, copies = whole_gradients(self._buckets, self._named), self._copies()
         order = [name for name, _ in self._model.named_parameters() if name in local and name not in copies]
         return full_tensors({name: local[name] for name in order}, self._placements, self._mesh)
 
@@ -327,19 +301,49 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """
         return self._shared is None or self._mesh.data.rank == 0 or all(x is not p for _, p in self._named)
 
-    def parameters_written(self) -> None:
+    @torch.no_grad()
+    def masters(self) -> dict[int, Tensor]:
+        """Return, by `id(parameter)`, the fp32 values of fp16 and bf16 parameters, in the shapes that this rank holds.
+        Every rank of the mesh must call it.
+        """
+        self._stepper.wait()
+        return whole_masters(self._inner.memory)
+
+    def parameters_written(self, exact: Mapping[int, Tensor] | None = None) -> None:
         """Take notice that the parameters have new values, which any rank may have written for the others where they
-        are shared. Every rank of the mesh must call it.
+        are shared. exact: by `id(parameter)`, what fp16 and bf16 ones were rounded from. Every rank of the mesh must
+        call it.
         """
         for bucket in self._buckets:
             bucket.parameters_to_masters()
+        for host in () if self._host is None else self._host.buckets:
+            host.sent()
+        set_masters(self._inner.memory, exact or {})
         self._written()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Not after construction: buckets and shards are laid out once. Raises UsageError."""
-        if getattr(self, "_ready", False):
-            raise UsageError("groups are fixed at construction: pass groups= to ZeroOptimizer")
-        super().add_param_group(param_group)
+        """Train more parameters of the model, that were frozen or have come since: `param_group` as in `groups`.
+
+        They have buckets of their own, behind the others, which stay as they are with their state. Values, and the
+        buffers of new modules, are data rank 0's, gradients so far are dropped. Every rank of the mesh must call it,
+        between steps: before the first, or after `step`, and before the next backward. Raises UsageError on every rank,
+        before anything is changed, for a group that does not fit or that differs between ranks, for parameters that are
+        in a group or not in the model, and at another time.
+        """
+        if not getattr(self, "_ready", False):
+            super().add_param_group(param_group)
+            return
+        self._stepper.wait()
+        groups = (param_group, self._placed, self._class, self._kwargs, self._options)
+        problem = why_not_now(self._phase, self._buckets, self._watched)
+        added = Addition(self._model, self._mesh, *groups, problem)
+        if self._shared is not None:
+            self._shared.meet_unchanged()
+        self._take_over()
+        self._lay_out([added.placed], added.kinds, added.placements)
+        defaults, self.defaults = self.defaults, {}  # a group of another class must not get this one's
+        super().add_param_group({**added.options, "params": [p for _, p in added.placed[1]]})
+        self.defaults = defaults
 
     def state_dict(self) -> NoReturn:
         """The state is in shards that fit this layout alone. Raises UsageError."""
@@ -358,41 +362,55 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Return this stage's tied parameters that another stage owns."""
         return frozenset(tie.name for tie, _ in self._ties if self._mesh.pipeline.rank != tie.stages[0])
 
-    def _info(self, name: str, parameter: Tensor, group: int, whole: bool) -> ParameterInfo:
-        """Return what the plan needs to know of a parameter of this tensor and pipeline position."""
-        rank, size = self._mesh.tensor.rank, self._mesh.tensor.size
-        tie = next((tie for tie, _ in self._ties if tie.name == name), None)
-        placement = self._placements[name]
-        counts = tie is None or tie.stages[0] == self._mesh.pipeline.rank
-        counted = placement.counted(parameter.shape, rank, size) if counts else ()
-        apart = tie is not None or (size > 1 and bool(placement.partial(parameter, rank, size)))
-        stage = stage_of(self._model, name)
-        work = matrix_work(placement.full_shape(parameter.shape, size)) if whole else None
-        return ParameterInfo(name, parameter.numel(), parameter.dtype, group, counted, stage, apart, work)
+    def _lay_out(self, placed: Sequence[Placed], kinds: Sequence[Kind], placements: Mapping[str, Placement]) -> None:
+        """Give groups that come behind those that are there buckets, optimizers and all else. Every rank of the mesh
+        must call it.
+        """
+        mesh, model, old = self._mesh, self._model, len(self._named)
+        members = [each for _, own in placed for each in own]
+        if mesh.checks:
+            check_shards(mesh, placements, members)
+        self._placements = placements
+        rename(model, self._named, self._infos)
+        self._named += members
+        self._ties = own_ties(model, self._named)
+        new = {id(p) for _, p in members}
+        fresh, modules = fresh_parts(model, members, self._modules)
+        buffers = [buffer for module in modules for buffer in module.buffers(recurse=False)]
+        make_equal(fresh, buffers, placements, [each for each in self._ties if id(each[1]) in new], mesh)
+        self._modules.update(modules)
+        self._infos += infos_of(model, mesh, placements, self._ties, placed, len(self._placed))
+        self._placed += placed
+        shares = self._shared is not None
+        made = make_buckets(self._infos, self._named, mesh.data, self._options, first=old, share=shares)
+        self._buckets += made
+        if self._shared is not None:
+            self._shared.written()
+        for bucket in made if self._host is None else ():
+            bucket.make_masters()
+        # A collective of the model's own over the data axis would meet these in another order on another rank.
+        alone = not any(talks_over(module, mesh.data) for module in model.modules())
+        places = {id(parameter): place for place, parameter in enumerate(model.parameters())}
+        self._reducer.take_up([places[id(parameter)] for _, parameter in self._named], early=alone)
+        if self._host is not None:
+            self._host.add(made)
+        self._inner.add(kinds, placements)
+        if not self._waits_in_step:
+            self._stepper.wait_before_use(model, {id(p): index for index, (_, p) in enumerate(self._named)})
+        self._watched = WatchedParameters(model, self._named, self._buckets)
+        if self._equal is not None:
+            self._equal.add(modules)
+
+    def _take_over(self) -> None:
+        """Have the masters follow what was written into parameters since the last step."""
+        if self._watched.changed:
+            for bucket in self._buckets:
+                bucket.parameters_to_masters()
 
     def _written(self) -> None:
         self._watched.written()
         if self._shared is not None:
             self._shared.written()
-
-    def _agree(self) -> tuple[set[int], list[bool], list[bool]]:
-        """Return, equal on all ranks that have them: the parameters that got no gradient anywhere; of each bucket
-        whether any data rank has gradients that came after it was started; of each buffer whether any has written it.
-        """
-        touched = dict.fromkeys(range(len(self._named)), False)
-        for bucket in self._buckets:
-            touched |= {each.index: flag for each, flag in zip(bucket.plan.slices, bucket.touched, strict=True)}
-        left = [bucket.left for bucket in self._buckets]
-        written = self._equal.changed() if self._equal is not None else []
-        own = [*touched.values(), *left, *written]
-        flags = torch.tensor(own, dtype=torch.int32, device=self._mesh.device)
-        self._mesh.data.all_reduce(self._mesh.tensor.all_reduce(flags, "max"), "max")
-        places = {name: place for place, (name, _) in enumerate(self._named)}
-        for tie, _ in self._ties:
-            share(tie, flags[places[tie.name] :][:1], self._mesh.pipeline, "sum")
-        found = [bool(flag) for flag in flags.tolist()]
-        first, second = len(touched), len(touched) + len(left)
-        return {index for index in touched if not found[index]}, found[first:second], found[second:]
 
     def _counted_parts(self) -> Iterable[Tensor]:
         for bucket in self._buckets:

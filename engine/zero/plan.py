@@ -123,8 +123,10 @@ class Bucket:
 _Kind = tuple[torch.dtype, int, bool, bool]  # dtype, virtual stage, apart, whole
 
 
-def plan_buckets(parameters: Sequence[ParameterInfo], bucket_bytes: float, shards: int) -> tuple[Bucket, ...]:
-    """Lay `parameters` out in buckets of at most `bucket_bytes` each, for `shards` data ranks.
+def plan_buckets(
+    parameters: Sequence[ParameterInfo], bucket_bytes: float, shards: int, *, first: int = 0
+) -> tuple[Bucket, ...]:
+    """Lay `parameters`, from number `first` on, out in buckets of at most `bucket_bytes` each, for `shards` data ranks.
 
     A bucket of parameters with `work` is larger where it would have fewer of them than there are ranks: each rank's
     segment is as long as the longest.
@@ -141,7 +143,7 @@ def plan_buckets(parameters: Sequence[ParameterInfo], bucket_bytes: float, shard
         slices, shard = place(parameters, indices, loads)
         buckets.append(Bucket(dtype, slices, shard, shards, stage, apart, whole))
 
-    for index, parameter in enumerate(parameters):
+    for index, parameter in enumerate(parameters[first:], first):
         kind = (parameter.dtype, parameter.stage, parameter.apart, parameter.work is not None)
         enough = len(filling.get(kind, ())) >= (shards if parameter.work is not None else 1)
         if enough and (sizes[kind] + parameter.numel) * parameter.dtype.itemsize > bucket_bytes:

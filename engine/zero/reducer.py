@@ -17,43 +17,56 @@ from engine.zero.order import StartOrder
 
 
 class Reducer:
-    """Starts the reduction of each bucket, the last bucket first, as `StartOrder` says, and ends them all.
+    """Starts the reduction of each bucket, the model's last first, as `StartOrder` says, and ends them all.
 
     A bucket that keeps a shard is reduced in every microbatch; a whole one once, in the last, where started
     collectives pay; one that is `apart`, and all that is left, in `start_rest`.
     """
 
-    def __init__(self, buckets: Sequence[FlatBucket], *, early: bool) -> None:
-        """early: whether reductions start before a backward has ended. Nothing is sent."""
+    def __init__(self, buckets: Sequence[FlatBucket]) -> None:
+        """buckets: more may be appended between steps, see `take_up`. Nothing is sent."""
         self._buckets = buckets
-        self._order = StartOrder([[s.index for s in b.plan.slices] for b in buckets], early=early)
-        self._turns = list(reversed(range(len(buckets))))
         self._ends: deque[Callable[[], None]] = deque()
-        self._due: deque[int] = deque()  # buckets that may start, where a start takes until all ranks have come
-        self._places = {s.index: (n, place) for n, b in enumerate(buckets) for place, s in enumerate(b.plan.slices)}
-        self._hooks: dict[int, int] = {}
+        self._owed: deque[int] = deque()  # of the last backward, what is to be started yet
+        self._ready = 0  # how many of these may be
+        self._places: dict[int, tuple[int, int]] = {}
+        self._sinks: dict[int, Sink] = {}
+        self.take_up((), early=False)
+
+    def take_up(self, positions: Sequence[int], *, early: bool) -> None:
+        """Take the gradients of the buckets that were appended. positions: of every parameter in the model, as the
+        plans index them, equal on every data rank: the later, the sooner a backward has its gradient. early: whether
+        reductions start before a backward has ended.
+        """
+        self._order = StartOrder([[s.index for s in b.plan.slices] for b in self._buckets], early=early)
+        firsts = [min(positions[each.index] for each in bucket.plan.slices) for bucket in self._buckets]
+        self._turns = sorted(range(len(firsts)), key=lambda number: -firsts[number])
         this = weakref.ref(self)
-        for bucket in buckets:
-            for parameter, each in bucket.parameters:
+        for number, bucket in enumerate(self._buckets):
+            for place, (parameter, each) in enumerate(bucket.parameters):
+                if each.index in self._places:
+                    continue
+                self._places[each.index] = number, place
                 _let_go(parameter)
                 hook = parameter.register_post_accumulate_grad_hook(partial(_arrived, this, each.index))
-                self._hooks[each.index] = hook.id
+                self._sinks[id(parameter)] = Sink(partial(_handed_over, this, each.index), hook.id)
                 weakref.finalize(self, hook.remove).atexit = False
 
     @contextmanager
     def microbatch(self, last: bool, stage: int | None) -> Iterator[None]:
         """Run one backward, of all or of one virtual stage; afterwards what it calls for has been started."""
+        self.catch_up()
         turns = [n for n in self._turns if self._starts_in(self._buckets[n], last, stage)]
+        self._owed.extend(turns)
         self._order.begin(turns)
         try:
             yield
         except BaseException:
             self._order.drop()
-            self._due.clear()
+            self._ready = 0
             raise
-        self._due += self._order.end()
-        while self._due:
-            self._start(self._due.popleft())
+        self._order.end()
+        self.catch_up()
 
     def receive(self, index: int, write: Write) -> None:
         """Take the gradient of parameter `index` that `write` puts into a view, see `FlatBucket.receive`."""
@@ -63,12 +76,10 @@ class Reducer:
         self._started_by(index)
 
     def sinks(self) -> dict[int, Sink]:
-        """Return, by `id(parameter)`, what adds a product to its gradient as a backward would."""
-        return {
-            id(parameter): Sink(partial(self.add_product, each.index), self._hooks[each.index])
-            for bucket in self._buckets
-            for parameter, each in bucket.parameters
-        }
+        """Return, by `id(parameter)`, what adds a product to its gradient as a backward would. Parameters that are
+        taken up later come into the same dict.
+        """
+        return self._sinks
 
     def add_product(self, index: int, left: Tensor, right: Tensor) -> None:
         """Add a product to the gradient of parameter `index`, as autograd would; left and right as a Sink has them."""
@@ -95,13 +106,22 @@ class Reducer:
             elif bucket.starts == 0:
                 bucket.reduced.zero_()
 
+    def catch_up(self) -> None:
+        """Start what a backward that failed has not: another rank, on which it went further or did not fail, has."""
+        while self._owed:
+            self._start_next()
+
     def settle(self) -> None:
         """Wait for all that was started."""
         while self._ends:
             self._ends.popleft()()
 
     def drop(self) -> None:
-        """Forget all gradients; a step is over, or given up. What was started is waited for."""
+        """Forget all gradients; a step is over, or given up. What was started, or is owed, is waited for."""
+        for number in self._owed:
+            for parameter, _ in self._buckets[number].parameters:
+                parameter.grad = None  # also one that cannot be reduced
+        self.catch_up()
         self.settle()
         for bucket in self._buckets:
             bucket.zero_gradients()
@@ -121,11 +141,15 @@ class Reducer:
         return last and bucket.comm.size > 1 and bucket.comm.overlaps and not bucket.plan.apart and bucket.starts == 0
 
     def _started_by(self, index: int) -> None:
-        for number in self._order.arrive(index):
-            if self._buckets[number].comm.overlaps:
-                self._start(number)
-            else:  # each start waits for the slowest rank: as few of them as the buffers allow
-                self._due.append(number)
+        self._ready += len(self._order.arrive(index))
+        # Where nothing overlaps each start waits for the slowest rank: as few of them as the buffers allow.
+        while self._ready and self._buckets[self._owed[0]].comm.overlaps:
+            self._start_next()
+
+    def _start_next(self) -> None:
+        self._start(self._owed[0])
+        self._owed.popleft()
+        self._ready = max(0, self._ready - 1)
 
     def _start(self, number: int) -> None:
         bucket = self._buckets[number]
@@ -136,10 +160,10 @@ class Reducer:
             self._ends.append(end)
 
     def _make_room(self, bucket: FlatBucket) -> None:
-        """Have a buffer free, where one is needed: reduce what is due, in its order."""
+        """Have a buffer free, where one is needed: reduce what may be, in its order."""
         self._end_for(bucket)
-        while self._due and bucket.borrows and not bucket.pool_has_free:
-            self._start(self._due.popleft())
+        while self._ready and bucket.borrows and not bucket.pool_has_free:
+            self._start_next()
 
     def _end_for(self, bucket: FlatBucket) -> None:
         """End reductions that were started until a buffer is free, where one is needed."""
@@ -162,3 +186,10 @@ def _arrived(reducer: weakref.ref[Reducer], index: int, _parameter: Tensor) -> N
     if alive is not None:
         with torch._C.DisableTorchFunction():  # nothing here is for a mode that catches products
             alive.keep(index)
+
+
+def _handed_over(reducer: weakref.ref[Reducer], index: int, left: Tensor, right: Tensor) -> None:
+    """Add what a Sink is given. The reducer keeps this, which must not keep the reducer."""
+    alive = reducer()
+    assert alive is not None, "a gradient came for an optimizer that is gone"
+    alive.add_product(index, left, right)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from engine.comm.work import Work
 from engine.zero.buckets import FlatBucket
@@ -17,8 +18,9 @@ class Stepper:
     """Steps the buckets' optimizers, and gathers the result."""
 
     def __init__(self, inner: Inner, buckets: Sequence[FlatBucket], *, gathers: bool) -> None:
-        """gathers: whether other data ranks need what this one updates."""
+        """buckets: more may be appended between steps. gathers: whether other data ranks need what this one updates."""
         self._inner, self._buckets, self._gathers = inner, buckets, gathers
+        self._hooks: list[RemovableHandle] = []
         self._works: dict[int, Work] = {}
 
     def step(self) -> None:
@@ -41,8 +43,11 @@ class Stepper:
 
     def wait_before_use(self, model: nn.Module, indices: Mapping[int, int]) -> None:
         """Have each module of `model` with parameters of its own wait for them, and for those of the modules in it,
-        before it runs or gives its state dict. indices: of the parameters in the plans, by id.
+        before it runs or gives its state dict, in place of what an earlier call asked for. indices: of the parameters
+        in the plans, by id.
         """
+        while self._hooks:
+            self._hooks.pop().remove()
         numbers = {s.index: number for number, bucket in enumerate(self._buckets) for s in bucket.plan.slices}
         this = weakref.ref(self)
         for module in model.modules():
@@ -51,6 +56,7 @@ class Stepper:
             needed = tuple(sorted({numbers[indices[id(p)]] for p in module.parameters() if id(p) in indices}))
             wait = partial(_wait_for, this, needed)
             for hook in (module.register_forward_pre_hook(wait), module.register_state_dict_pre_hook(wait)):
+                self._hooks.append(hook)
                 weakref.finalize(self, hook.remove).atexit = False
 
     # ---- inside ----------------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -34,21 +34,27 @@ class WatchedParameters:
         """Raise UsageError when a parameter was moved, cast, replaced or added since. One that was frozen since gets no
         gradient, and is not stepped.
         """
+        self.check_places()
         known = {id(parameter) for _, parameter in self._named}
+        for name, parameter in self._model.named_parameters():
+            if parameter.requires_grad and id(parameter) not in known:
+                raise UsageError(
+                    f"{name!r} was added or unfrozen after ZeroOptimizer was built, which does not update it: give it "
+                    f"to add_param_group before the next backward, freeze it, or do that first, then build the "
+                    f"optimizer"
+                )
+
+    def check_places(self) -> None:
+        """Raise UsageError when a parameter was moved, cast or replaced since."""
         own = {id(parameter) for parameter in self._model.parameters()}
         displaced = [self._named[index][0] for bucket in self._buckets for index in bucket.displaced()]
         displaced += [name for name, holder, key, parameter in self._holders if holder.get(key) is not parameter]
         displaced += [name for name, parameter in self._named if id(parameter) not in own]
-        added = [name for name, p in self._model.named_parameters() if p.requires_grad and id(p) not in known]
-        for names, what, old in (
-            (displaced, "moved, cast or replaced", "would go on updating the old one"),
-            (added, "added or unfrozen", "does not update it"),
-        ):
-            if names:
-                raise UsageError(
-                    f"{names[0]!r} was {what} after ZeroOptimizer was built, which {old}: do that first, then build "
-                    f"the optimizer"
-                )
+        if displaced:
+            raise UsageError(
+                f"{displaced[0]!r} was moved, cast or replaced after ZeroOptimizer was built, which would go on "
+                f"updating the old one: do that first, then build the optimizer"
+            )
 
     def written(self) -> None:
         """Take notice that the optimizer has written the parameters."""
@@ -69,17 +75,22 @@ class EqualBuffers:
     module that itself communicates over the data axis, is left alone.
     """
 
-    def __init__(self, model: nn.Module, comm: Communicator) -> None:
+    def __init__(self, comm: Communicator) -> None:
         self._comm = comm
-        self._buffers = [
+        self._buffers: list[tuple[nn.Module, str, Tensor]] = []
+        self._versions: list[int] = []
+
+    def add(self, modules: Iterable[nn.Module]) -> None:
+        """Watch the buffers of these modules too, whose values all ranks have."""
+        found = [
             (module, name, buffer)
-            for module in model.modules()
-            if not talks_over(module, comm)
+            for module in modules
+            if not talks_over(module, self._comm)
             for name, buffer in module._buffers.items()
             if buffer is not None
         ]
-        self._versions: list[int] = []
-        self.written()
+        self._buffers += found
+        self._versions += [buffer._version for _, _, buffer in found]
 
     def written(self) -> None:
         """Take notice that all ranks have the same values."""
@@ -113,15 +124,19 @@ def talks_over(module: nn.Module, comm: Communicator) -> bool:
 
 @torch.no_grad()
 def make_equal(
-    model: nn.Module, placements: Mapping[str, Placement], ties: Sequence[tuple[Tied, nn.Parameter]], mesh: Mesh
+    named: Sequence[Named],
+    buffers: Iterable[Tensor],
+    placements: Mapping[str, Placement],
+    ties: Sequence[tuple[Tied, nn.Parameter]],
+    mesh: Mesh,
 ) -> None:
-    """Make all copies equal: tensor rank 0's of replicated parameters, the first stage's of tied ones, then data rank
-    0's of all.
+    """Make all copies of these parameters and buffers equal: tensor rank 0's of replicated parameters, the first
+    stage's of tied ones, then data rank 0's of all.
     """
-    for name, parameter in model.named_parameters():
+    for name, parameter in named:
         if placements[name].dim is None:
             mesh.tensor.broadcast(parameter, 0)
     for tie, parameter in ties:
         share(tie, parameter, mesh.pipeline, "copy")
-    for tensor in (*model.parameters(), *model.buffers()):
+    for tensor in (*(parameter for _, parameter in named), *buffers):
         mesh.data.broadcast(tensor, 0)
