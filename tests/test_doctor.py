@@ -357,7 +357,7 @@ def plant_torch_npu(folder: Path) -> dict[str, str]:
 
 def run(command: list[str], environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, *command], env=environment, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, *command], env=environment, capture_output=True, text=True, timeout=240, check=False
     )
 
 
