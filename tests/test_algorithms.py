@@ -120,7 +120,7 @@ def test_every_contribution_arrives_exactly_once(operation: str, algorithm: str,
 
 
 @given(data=st.data())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_any_hosts_and_any_count(data: st.DataObject) -> None:
     operation, algorithm = data.draw(st.sampled_from(CASES))
     size = data.draw(st.integers(1, 12))

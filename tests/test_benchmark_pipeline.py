@@ -125,7 +125,7 @@ def test_the_overhead_is_of_the_same_forwards_and_backwards(world: World, schedu
     for gradients, actions, seconds in world.run(Layout(pipeline=2), overheads, schedule):
         assert gradients == [{"0.weight": 4.0, "1.weight": 4.0}] * 2
         assert actions == kinds * 4
-        assert 0 < seconds < 0.01
+        assert 0 < seconds < 1  # microseconds on an idle machine, more where others run beside it
 
 
 def test_the_smallest_run_has_every_number(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

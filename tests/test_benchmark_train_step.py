@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from benchmarks.work import MODELS, Model, Work, parse_layout, parse_model, stan
 from benchmarks.worker import batches, engine_step, proportional_set_size
 from engine import Layout, plan_mesh
 from engine.errors import LayoutError, UsageError
+from tests.world import wait_until
 
 TINY = "layers=2,hidden=16,heads=2,sequence=8,batch=4,vocabulary=32,microbatches=2"
 SMALL_RUN = ["--model", TINY, "--rounds", "1", "--steps", "2", "--warm-up", "1", "--limit", "100"]
@@ -227,8 +229,19 @@ def test_a_job_that_hangs_ends_at_its_limit_and_leaves_no_process(
     folder = tmp_path / "pids"
     folder.mkdir()
     monkeypatch.setenv("STUBBORN_FOLDER", str(folder))
-    work = replace(SMALL_WORK, limit=8)
-    with pytest.raises(JobError, match=r"tests.bench_peers:stubborn ran past its limit of 8 s \(--limit\)"):
+    work = replace(SMALL_WORK, limit=60)
+
+    class Hurried(subprocess.Popen):  # type: ignore[type-arg]
+        """Reaches the limit as soon as both ranks hang."""
+
+        def wait(self, timeout: float | None = None) -> int:
+            if timeout == work.limit:
+                wait_until(lambda: len(list(folder.iterdir())) == 2, timeout)
+                timeout = 0.1
+            return super().wait(timeout)
+
+    monkeypatch.setattr(subprocess, "Popen", Hurried)
+    with pytest.raises(JobError, match=r"tests.bench_peers:stubborn ran past its limit of 60 s \(--limit\)"):
         run_job("tests.bench_peers:stubborn", work, 2, tmp_path)
     ranks = list(folder.iterdir())
     assert len(ranks) == 2

@@ -103,7 +103,7 @@ def test_different_calls_end_on_every_rank_with_each_sides_line(world: World, ca
         assert "rank 1 (global 1): call " in text
         assert "0 (global 0), 2 (global 2): call " in text
         assert text.count("test_comm_checks.py:") == 2, "each side's source line"
-        assert seconds < 5
+        assert seconds < 15, "long before the limit of 20 s"
 
 
 def alike(rank: int, size: int, store: str) -> Any:
@@ -251,7 +251,7 @@ def test_training_with_checks(world: World, case: str, text: str) -> None:
 
 
 def one_is_missing(rank: int, size: int, store: str) -> str:
-    with open_checked(rank, size, store, checks=False, timeout=2.0) as mesh:
+    with open_checked(rank, size, store, checks=False, timeout=3.0) as mesh:
         for _ in range(2):
             mesh.data.all_reduce(torch.ones(3))
         if rank == 1:
@@ -268,7 +268,9 @@ def test_a_timeout_says_who_waits_where_and_who_has_not_come(world: World) -> No
     assert first.startswith(
         "CommunicationError: rank 0 (data 0, pipeline 0, tensor 0): all_reduce(max) of float32 (3,)"
     )
-    assert "on axis 'data' failed after 2." in first
+    after = re.search(r"on axis 'data' failed after ([\d.]+) s", first)
+    assert after, first
+    assert 1.0 < float(after[1]) < 15.0, "3 s, or less where another rank's 3 s were over first"
     assert "call 4 over ranks 0, 1, 2: " in first
     assert (
         "rank 1 has not arrived: on this axis last seen in all_reduce(sum) of float32 (3,), call 3, finished" in first
@@ -282,8 +284,9 @@ SCRIPT = textwrap.dedent(
     """
     import os, signal, sys, time, torch, engine, torch.distributed as dist
     rank, path, case = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+    limit = 60 if case == "killed" else 6
     where = {"store": dist.FileStore(path, 3), "rank": rank, "world_size": 3}
-    with engine.init(engine.Layout(data=3), device="cpu", timeout=6, **where) as mesh:
+    with engine.init(engine.Layout(data=3), device="cpu", timeout=limit, **where) as mesh:
         mesh.data.all_reduce(torch.ones(3))
         if rank == 1:
             os.kill(os.getpid(), signal.SIGKILL if case == "killed" else signal.SIGSTOP)
@@ -293,12 +296,10 @@ SCRIPT = textwrap.dedent(
 
 
 @pytest.mark.parametrize(
-    ("case", "text", "limit"),
-    [("killed", "rank 1 is gone", 4.0), ("stopped", "rank 1 does not answer: it is stopped", 14.0)],
+    ("case", "text"),
+    [("killed", "rank 1 is gone"), ("stopped", "rank 1 does not answer: it is stopped")],
 )
-def test_a_dead_peer_is_named_at_once_and_a_stopped_one_at_the_limit(
-    tmp_path: Path, case: str, text: str, limit: float
-) -> None:
+def test_a_dead_peer_is_named_at_once_and_a_stopped_one_at_the_limit(tmp_path: Path, case: str, text: str) -> None:
     command = [sys.executable, "-c", SCRIPT]
     ranks = [
         subprocess.Popen(
@@ -310,9 +311,9 @@ def test_a_dead_peer_is_named_at_once_and_a_stopped_one_at_the_limit(
         if case == "killed":
             ranks[1].wait(60)
         started = time.monotonic()
-        errors = [ranks[rank].communicate(timeout=60)[1] for rank in (0, 2)]
+        errors = [ranks[rank].communicate(timeout=100)[1] for rank in (0, 2)]
         if case == "killed":
-            assert time.monotonic() - started < limit
+            assert time.monotonic() - started < 30, "long before the limit of 60 s"
         assert [ranks[0].returncode, ranks[2].returncode] == [1, 1]
         assert any(text in error for error in errors), errors
         for error in errors:

@@ -103,7 +103,7 @@ def run_out_of_memory(rank: int, size: int, store: str) -> tuple[str, str]:
     """Rank 1 fails inside the engine's own algorithm, where it makes room for what arrives."""
     where: Any = {"store": dist.FileStore(store, size), "rank": rank, "world_size": size}
     told = dist.FileStore(f"{store}.told", size)
-    with engine.init(Layout(data=size), device="cpu", timeout=2.0, **where) as mesh:
+    with engine.init(Layout(data=size), device="cpu", timeout=4.0, **where) as mesh:
         mesh.data.all_reduce(torch.ones(8), algorithm="ring")
         assert mesh.data._messenger is not None
         if rank == 1:

@@ -15,7 +15,7 @@ from tests.test_comm_hosts import open_on
 from tests.values import outcome
 from tests.world import World, wait_until
 
-SOON = 1.0  # seconds; measured are milliseconds
+SOON = 6.0  # seconds; measured are milliseconds, and what only a time limit ends takes 20
 
 
 # ---- ranks that do different things ----------------------------------------------------------------------------------
@@ -51,7 +51,7 @@ DIFFERENT = {
 @pytest.mark.parametrize("case", DIFFERENT)
 def test_hosts_that_call_different_things_hear_so(world: World, case: str) -> None:
     """The ranks that meet across hosts name both; another on their host passes on what it was told."""
-    first, second, odd = world.run(3, differ, "aab", case, mesh=False, timeout=15)
+    first, second, odd = world.run(3, differ, "aab", case, mesh=False)
     for kind, text in (first, second, odd):
         assert kind == "CommunicationError"
         named = text.partition("the ranks called different things: ")[2].partition(". ")[0]

@@ -215,7 +215,7 @@ def views(pieces: list[tuple[int, int, int]]) -> list[Tensor]:
     return [MEMORY.as_strided((count,), (step,), start) for start, count, step in pieces]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(PIECES, PIECES)
 def test_sorted_stretches_overlap_where_pairs_do(
     held: list[tuple[int, int, int]], asked: list[tuple[int, int, int]]

@@ -135,7 +135,7 @@ def test_a_failed_call_of_a_peer_counts_only_if_it_is_of_this_time(
 
 
 def test_many_stopped_ranks_are_asked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(monitoring, "_ANSWER", 0.5)
+    monkeypatch.setattr(monitoring, "_ANSWER", 1.0)
     own = Monitor(0, "127.0.0.1")
     # A stopped process looks like this: the system takes connections, nobody reads them.
     stopped = [socket.create_server(("127.0.0.1", 0)) for _ in range(63)]
@@ -144,7 +144,7 @@ def test_many_stopped_ranks_are_asked_at_once(monkeypatch: pytest.MonkeyPatch) -
         own.watch([], addresses)
         started = time.monotonic()
         text = own.explain(channel("world", *range(64)))
-        assert time.monotonic() - started < 2.0, "twice the time for an answer; in turns of 16 it takes four times that"
+        assert time.monotonic() - started < 6.0, "2 s, twice the time for an answer; in turns of 16 it takes 8 s"
         assert text.count("does not answer: it is stopped") == 63
     finally:
         own.close()

@@ -71,7 +71,7 @@ class Job:
         """Wait for the job to end by itself, and check that nothing of it is left; clean up in any case."""
         try:
             code = self.process.wait(deadline)
-            wait_until(lambda: not self.living(), 5, "every process of the job has ended")
+            wait_until(lambda: not self.living(), 30, "every process of the job has ended")
             return Outcome(code, self.path.read_text())
         except subprocess.TimeoutExpired:
             raise AssertionError(f"still running after {deadline} s:\n{self.path.read_text()}") from None
@@ -106,7 +106,7 @@ def text(tmp_path: Path) -> str:
     return str(path)
 
 
-def launch(tmp_path: Path, ranks: int, *arguments: str, deadline: float = 60) -> Outcome:
+def launch(tmp_path: Path, ranks: int, *arguments: str, deadline: float = 120) -> Outcome:
     return Job(tmp_path, ranks, *arguments).end(deadline)
 
 
@@ -121,7 +121,7 @@ def test_training_over_eight_ranks(tmp_path: Path, text: str) -> None:
     """The real command line, everything it leaves behind, and that one process alone computes the same."""
     out = tmp_path / "runs"
     options = (*CONFIG, *SMALL, "--data", text, "--out", str(out))
-    done = launch(tmp_path, 8, *TRAIN, *options, deadline=120)
+    done = launch(tmp_path, 8, *TRAIN, *options, deadline=150)
     assert done.code == 0, done.output
     run = out / "latest"
     assert run.is_symlink()
@@ -135,7 +135,7 @@ def test_training_over_eight_ranks(tmp_path: Path, text: str) -> None:
     assert 0.0 < summary["loss_last"] < summary["loss_first"] - 1.0
     assert 0.0 < summary["valid_loss"] < summary["loss_first"] - 1.0
     assert summary["tokens_per_second"] > 0
-    assert 0 < summary["seconds"] < 120
+    assert 0 < summary["seconds"] < 150
     assert 50 < summary["peak_memory_mib"] < 5000
     assert {axis: count > 0 for axis, count in summary["comm_bytes_per_step"].items()} == dict.fromkeys(
         ("data", "pipeline", "tensor", "world"), True
@@ -431,13 +431,13 @@ def test_a_killed_rank_ends_the_job(tmp_path: Path, text: str) -> None:
     metrics = run / "metrics.jsonl"
     try:
         wait_until(
-            lambda: job.process.poll() is not None or (metrics.exists() and metrics.stat().st_size), 60, "a step"
+            lambda: job.process.poll() is not None or (metrics.exists() and metrics.stat().st_size), 100, "a step"
         )
         victim = int((run / "logs/rank2.log").read_text().partition("process ")[2].split()[0])
         assert victim in job.living()
         os.kill(victim, signal.SIGKILL)
     finally:
-        done = job.end(15)
+        done = job.end(50)
     assert done.code != 0
     assert "SIGKILL" in done.root_cause
     assert "rank      : 2 " in done.root_cause

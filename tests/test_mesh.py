@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import inspect
 import os
+import random
 import re
+import socket
 import subprocess
 import sys
-import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -21,7 +23,7 @@ import torch.distributed as dist
 import engine
 from engine import Layout
 from engine.errors import CommunicationError, EngineError, LayoutError, UsageError
-from tests.world import TRANSPORT, World, WorldError
+from tests.world import TRANSPORT, World, WorldError, wait_until
 
 ROOT = Path(__file__).parent.parent
 
@@ -112,7 +114,7 @@ def test_different_arguments_end_on_every_rank_in_one_sentence(world: World, sec
     for kind, message, seconds in errors:
         assert kind == "UsageError"
         assert text in message
-        assert seconds < 5
+        assert seconds < 15, "long before the limit of 20 s"
 
 
 def open_where_one_is_at_fault(rank: int, size: int, store: str, at_fault: int, options: dict[str, Any]) -> Any:
@@ -161,7 +163,7 @@ def test_what_one_rank_cannot_start_with_ends_all_at_once(
     assert kind == "UsageError"
     assert text in own
     assert errors[1 - at_fault][:2] == ("UsageError", f"rank {at_fault} cannot start: {own}")
-    assert max(seconds for _, _, seconds in errors) < 5
+    assert max(seconds for _, _, seconds in errors) < 20, "long before the limit of 60 s"
 
 
 FAULTY_SCRIPT = """
@@ -192,7 +194,7 @@ def test_the_rank_that_holds_the_store_stays_until_the_others_have_heard(at_faul
         )
         for rank in range(2)
     ]  # fmt: skip
-    texts = [each.communicate(timeout=60)[0] for each in ranks]
+    texts = [each.communicate(timeout=150)[0] for each in ranks]
     assert texts[at_fault].startswith("UsageError: tuning file nowhere.json cannot be used")
     told = texts[at_fault].replace("UsageError: ", f"UsageError: rank {at_fault} cannot start: ", 1)
     assert texts[1 - at_fault] == told
@@ -209,26 +211,34 @@ def test_sizes_that_do_not_give_the_world_end_on_every_rank(world: World) -> Non
 
 
 def join_late(rank: int, size: int, store: str, absent: int) -> Any:
+    """The two that join begin together, so that the limit is over the absent one alone."""
     if rank == absent:
         return None
-    return error_of(open_mesh, rank, size, store, Layout(data=size), init_timeout=1.0)
+    Path(f"{store}.here-{rank}").touch()
+    wait_until(lambda: all(Path(f"{store}.here-{r}").exists() for r in range(size) if r != absent))
+    return error_of(open_mesh, rank, size, store, Layout(data=size), init_timeout=2.0)
 
 
 @pytest.mark.parametrize(
-    ("absent", "text"), [(1, "missing ranks [1]: 2 of 3 joined within 1 s"), (0, "waited 1 s for rank 0")]
+    ("absent", "text"), [(1, "missing ranks [1]: 2 of 3 joined within 2 s"), (0, "waited 2 s for rank 0")]
 )
 def test_a_rank_that_never_joins_is_named_within_the_time_limit(world: World, absent: int, text: str) -> None:
     for rank, error in enumerate(world.run(3, join_late, absent, mesh=False)):
         if rank != absent:
             assert error[0] == "CommunicationError"
             assert text in error[1]
-            assert error[2] < 10
+            assert error[2] < 20
 
 
 def run_alone(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
     clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
     return subprocess.run(
-        [sys.executable, "-c", code], env={**clean, **environment}, cwd=ROOT, text=True, capture_output=True, timeout=60
+        [sys.executable, "-c", code],
+        env={**clean, **environment},
+        cwd=ROOT,
+        text=True,
+        capture_output=True,
+        timeout=150,
     )
 
 
@@ -255,14 +265,14 @@ def test_a_lone_process_of_four_ends_in_time() -> None:
 
 
 class dist_port:  # noqa: N801 (used like a function)
-    """A port that was free a moment ago."""
+    """A port that was free a moment ago, and that the system gives to nobody who asks for any."""
 
     def __enter__(self) -> int:
-        import socket
-
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            return int(probe.getsockname()[1])
+        for port in random.Random().sample(range(20_000, 30_000), 100):
+            with socket.socket() as probe, contextlib.suppress(OSError):
+                probe.bind(("127.0.0.1", port))
+                return port
+        raise AssertionError("none of 100 ports is free")
 
     def __exit__(self, *_: object) -> None:
         pass
@@ -288,15 +298,14 @@ def open_and_close(rank: int, size: int, store: str) -> list[tuple[int, int]]:
         del mesh
         gc.collect()
         # gloo's threads end a moment after their group: wait for the count, not for a time.
-        wait_until(lambda: not counts or threads_and_files() <= counts[0])
+        with contextlib.suppress(AssertionError):  # told below, with all counts
+            wait_until(
+                lambda: (
+                    not counts or all(now <= first for now, first in zip(threads_and_files(), counts[0], strict=True))
+                )
+            )
         counts.append(threads_and_files())
     return counts
-
-
-def wait_until(condition: Any, seconds: float = 5.0) -> None:
-    give_up = time.monotonic() + seconds
-    while not condition() and time.monotonic() < give_up:
-        threading.Event().wait(0.01)
 
 
 def test_twenty_openings_in_one_process_leak_no_thread_and_no_file(world: World) -> None:
@@ -320,23 +329,23 @@ if len(sys.argv) > 3:
 """
 
 
-def start_and_exit(path: Path, times: int) -> list[int]:
-    """Start two ranks `times` times; return the exit codes that were not 0. Every other time the mesh is not closed."""
+def start_and_exit(path: Path, times: int, close: list[str]) -> list[int]:
+    """Start two ranks `times` times; return the exit codes that were not 0."""
     wrong = []
     for number in range(times):
-        close = ["close"] if number % 2 else []
         ranks = [
             subprocess.Popen(
                 [sys.executable, "-c", EXIT_SCRIPT, str(rank), str(path / f"store{number}"), *close], cwd=ROOT
             )
             for rank in range(2)
         ]
-        wrong += [code for rank in ranks if (code := rank.wait(timeout=60)) != 0]
+        wrong += [code for rank in ranks if (code := rank.wait(timeout=150)) != 0]
     return wrong
 
 
-def test_ranks_exit_cleanly_ten_times(tmp_path: Path) -> None:
-    assert start_and_exit(tmp_path, 10) == []
+@pytest.mark.parametrize("close", [["close"], []], ids=["closed", "left open"])
+def test_ranks_exit_cleanly_five_times(tmp_path: Path, close: list[str]) -> None:
+    assert start_and_exit(tmp_path, 5, close) == []
 
 
 def fail_on_one(mesh: engine.Mesh, raiser: int) -> None:
@@ -353,7 +362,7 @@ def test_one_rank_that_raises_ends_all_and_is_the_first_cause(world: World) -> N
     started = time.monotonic()
     with pytest.raises(WorldError) as caught:
         world.run(Layout(data=2, pipeline=2), fail_on_one, 2)
-    assert time.monotonic() - started < 15
+    assert time.monotonic() - started < 25, "before the limit of a call"
     assert caught.value.cause == 2
     assert "planted on one rank" in caught.value.reports[2]
     others = [text for rank, text in caught.value.reports.items() if rank != 2]
@@ -361,23 +370,27 @@ def test_one_rank_that_raises_ends_all_and_is_the_first_cause(world: World) -> N
     assert all("CommunicationError: rank" in text and "on axis" in text and "float32 (10,)" in text for text in others)
 
 
-def skip_one(mesh: engine.Mesh) -> Any:
+def skip_one(mesh: engine.Mesh, heard: Path) -> Any:
+    """Rank 1 stays away, its mesh open, until rank 0 has heard."""
     if mesh.rank == 1:
-        wait_until(lambda: False, 3.0)
+        wait_until(heard.exists)
         return None
-    return error_of(mesh.world.all_reduce, torch.ones(4))
+    try:
+        return error_of(mesh.world.all_reduce, torch.ones(4))
+    finally:
+        heard.touch()
 
 
 def skip_with_short_limit(rank: int, size: int, store: str) -> Any:
     with open_mesh(rank, size, store, Layout(data=2), timeout=1.0) as mesh:
-        return skip_one(mesh)
+        return skip_one(mesh, Path(f"{store}.heard"))
 
 
 def test_a_collective_that_a_peer_leaves_out_ends_at_the_time_limit(world: World) -> None:
     kind, message, seconds = world.run(2, skip_with_short_limit, mesh=False)[0]
     assert kind == CommunicationError.__name__
     assert "rank 0 (data 0, pipeline 0, tensor 0): all_reduce(sum) of float32 (4,) on axis 'world' failed" in message
-    assert seconds < 3
+    assert 0.9 < seconds < 15
 
 
 # ---- a default group that exists already -------------------------------------------------------------------------

@@ -325,7 +325,7 @@ def train_until_one_fails(mesh: engine.Mesh) -> None:
 
 def test_one_rank_that_raises_while_sends_are_under_way_ends_all(world: World) -> None:
     with pytest.raises(WorldError) as caught:
-        world.run(Layout(pipeline=2), train_until_one_fails, timeout=25)
+        world.run(Layout(pipeline=2), train_until_one_fails)
     assert caught.value.cause == 0
     assert "planted in the forward of one stage" in caught.value.reports[0]
     assert "CommunicationError: rank" in caught.value.reports[1]

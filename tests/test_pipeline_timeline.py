@@ -95,7 +95,7 @@ def test_what_is_recorded_is_the_plan_in_time(world: World, schedule: Any, layou
         assert (measured.stages, measured.microbatches, len(measured.steps)) == (stages, MICROBATCHES, STEPS)
         for ranks in measured.steps:
             assert [[each.action for each in rank] for rank in ranks] == [list(actions) for actions in plan]
-            check_times(ranks, results[0]["took"], stages)
+            check_times(ranks, max(result["took"] for result in results), stages)
     assert read(file) == results[0]["measured"]
     assert main(["--measured", str(file), "--out", str(tmp_path / "a.png")]) == 0
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")

@@ -66,7 +66,7 @@ def test_h1_keeps_no_more_for_input_gradients_than_1f1b() -> None:
 SIZES = (st.integers(1, 24), st.integers(1, 6), st.integers(1, 70), st.sampled_from(PLACEMENTS))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(*SIZES)
 def test_every_schedule_of_larger_sizes_is_right(ranks: int, chunks: int, microbatches: int, placement: str) -> None:
     ranks = min(ranks, 700 // (chunks * microbatches) + 1)
@@ -94,14 +94,14 @@ def some_order(draw: st.DrawFn) -> tuple[Stages, int, tuple[tuple[Compute, ...],
     return stages, microbatches, tuple(map(tuple, plan))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(some_order())
 def test_any_order_that_can_be_is_accepted(drawn: tuple[Stages, int, tuple[tuple[Compute, ...], ...]]) -> None:
     stages, microbatches, plan = drawn
     verify(plan, stages, microbatches)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(some_order(), st.randoms())
 def test_a_computation_left_out_or_listed_twice_is_refused(drawn: tuple, random: object) -> None:
     stages, microbatches, plan = drawn

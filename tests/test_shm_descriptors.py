@@ -97,7 +97,7 @@ def send_with_few(mesh: Mesh, free: int) -> list[Any]:
 @pytest.mark.parametrize("free", [0, 1])
 def test_after_a_message_that_could_not_start_there_are_no_others(world: World, free: int) -> None:
     told = "rank 0 could not start its messages: "
-    (first, second), received = world.run(Layout(data=2), send_with_few, free, transport="shm", timeout=15)
+    (first, second), received = world.run(Layout(data=2), send_with_few, free, transport="shm")
     assert "oo many open files" in first[1]
     for kind, text in (second, *received):
         assert kind == "CommunicationError"
@@ -116,6 +116,6 @@ def receive_with_none(mesh: Mesh) -> Any:
 
 
 def test_a_mailbox_that_a_rank_has_no_room_for_is_named_on_both_sides(world: World) -> None:
-    for kind, text in world.run(Layout(data=2), receive_with_none, transport="shm", timeout=15):
+    for kind, text in world.run(Layout(data=2), receive_with_none, transport="shm"):
         assert kind == "CommunicationError"
         assert "rank 1 cannot take a mailbox: it has too many open files (`ulimit -n`)" in text

@@ -155,7 +155,7 @@ def send_while_another_waits(mesh: Mesh) -> Any:
 
 
 def test_a_thread_may_send_while_another_waits(world: World) -> None:
-    assert world.run(Layout(data=2), send_while_another_waits, transport="shm", timeout=15) == [True, True]
+    assert world.run(Layout(data=2), send_while_another_waits, transport="shm") == [True, True]
 
 
 def wait_on_two_threads(mesh: Mesh, order: tuple[int, int]) -> bool:
@@ -176,7 +176,7 @@ def wait_on_two_threads(mesh: Mesh, order: tuple[int, int]) -> bool:
 
 @pytest.mark.parametrize("order", [(1, 2), (2, 1)])
 def test_the_messages_of_a_thread_move_after_the_other_has_its_own(world: World, order: tuple[int, int]) -> None:
-    assert world.run(Layout(data=3), wait_on_two_threads, order, transport="shm", timeout=15) == [True] * 3
+    assert world.run(Layout(data=3), wait_on_two_threads, order, transport="shm") == [True] * 3
 
 
 # ---- another default device ------------------------------------------------------------------------------------------

@@ -407,7 +407,7 @@ def train_until_one_fails(mesh: engine.Mesh) -> None:
 
 def test_one_rank_that_raises_mid_step_ends_all_ranks_and_is_named_first(world: World) -> None:
     with pytest.raises(WorldError) as caught:
-        world.run(Layout(data=2, pipeline=2), train_until_one_fails, timeout=25)
+        world.run(Layout(data=2, pipeline=2), train_until_one_fails)
     assert caught.value.cause == 3
     assert "planted in the forward of one rank" in caught.value.reports[3]
     assert sorted(caught.value.reports) == [0, 1, 2, 3]
@@ -443,7 +443,7 @@ def step_with_objects(mesh: engine.Mesh, keeps: int) -> list[float]:
 
 @pytest.mark.parametrize("keeps", [0, 1])
 def test_an_object_with_its_address_in_its_repr_does_not_part_the_stages(world: World, keeps: int) -> None:
-    for losses in world.run(Layout(pipeline=2), step_with_objects, keeps, timeout=20):
+    for losses in world.run(Layout(pipeline=2), step_with_objects, keeps):
         assert losses[-1] < losses[0]
         assert all(later < earlier for earlier, later in itertools.pairwise(losses))
 

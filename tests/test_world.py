@@ -20,6 +20,7 @@ def triple(mesh: engine.Mesh, number: int) -> Any:
 
 
 def die(mesh: engine.Mesh, how: int) -> None:
+    mesh.world.barrier()  # the other has its mesh
     if mesh.rank == 1:
         os.kill(os.getpid(), how)
     mesh.world.barrier()
@@ -58,8 +59,8 @@ def test_a_rank_that_dies_is_the_cause_and_the_next_run_has_fresh_ranks(world: W
 def test_a_rank_that_hangs_shows_where_and_is_replaced(world: World) -> None:
     started = time.monotonic()
     with pytest.raises(WorldError) as caught:
-        world.run(Layout(data=2), hang, timeout=1.0)
-    assert time.monotonic() - started < 8
+        world.run(Layout(data=2), hang, timeout=3.0)
+    assert time.monotonic() - started < 20
     assert caught.value.cause == 0
     assert "a_function_that_hangs" in caught.value.reports[0]
     assert [result[1] for result in world.run(Layout(data=2), triple, 2)] == [6, 6]

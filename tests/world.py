@@ -31,7 +31,7 @@ import engine
 from engine.errors import CommunicationError
 from engine.layout import Layout
 
-MESH_TIMEOUT = 30.0
+MESH_TIMEOUT = 60.0
 TRANSPORT = os.environ.get("ENGINE_TRANSPORT") or "shm"
 """What ranks of one host take in this run of the suite, where a test names none."""
 _GRACE = 10.0  # seconds that the other ranks get to report once one has failed
@@ -100,7 +100,7 @@ class World:
         layout: Layout | int,
         function: Callable[..., Any],
         *args: Any,
-        timeout: float = 60.0,
+        timeout: float = 150.0,
         mesh: bool = True,
         **options: Any,
     ) -> list[Any]:

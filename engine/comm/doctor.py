@@ -49,7 +49,7 @@ from engine.comm.doctor_checks import (
     last_line,
 )
 
-PROBE_LIMIT, ALL_REDUCE_LIMIT = 60.0, 20.0  # seconds
+PROBE_LIMIT = ALL_REDUCE_LIMIT = 60.0  # seconds
 
 
 def run_children(

@@ -21,7 +21,7 @@ from engine.layout import Layout
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _FAULT = "cannot start"  # the key of a rank's record that holds why
-_HEARING = timedelta(seconds=5)
+_HEARING = timedelta(seconds=15)  # that a rank stays at most until the others know why it ends
 
 
 def find_ranks(

@@ -97,10 +97,10 @@ def exit_with(error: Exception) -> NoReturn:
     """Show `error` as one line, once for the whole job, and end this process with exit code 2.
 
     torchrun ends all ranks when the first exits. So rank 0 speaks at once, another rank only if it is still alive
-    after 3 s: then the error is its alone. A rank that lost its peers waits longer, for the one that knows the cause.
+    after 5 s: then the error is its alone. A rank that lost its peers waits longer, for the one that knows the cause.
     """
     rank = int(os.environ.get("RANK", "0"))
-    patience = (0 if rank == 0 else 3) + (6 if isinstance(error, CommunicationError) else 0)
+    patience = (0 if rank == 0 else 5) + (10 if isinstance(error, CommunicationError) else 0)
     time.sleep(patience)
     print(f"error{f' on rank {rank}' if rank else ''}: {error}", file=sys.stderr, flush=True)
     if "TORCHELASTIC_ERROR_FILE" in os.environ:  # torchrun repeats what is in there at the end of its own summary

@@ -120,7 +120,7 @@ class Listener:
 
     def _hello(self, peer: socket.socket) -> tuple[bytes, int, int, int]:
         """Return what a caller says of itself. Raises UsageError when it says why it will not be one of the mesh."""
-        peer.settimeout(1.0)
+        peer.settimeout(5.0)  # it says so as soon as it has connected
         try:
             data = peer.recv(_PACKET)
             if data.startswith(_ABORT + self._token):
