@@ -43,11 +43,13 @@ class StartOrder:
             ready.append(self._waiting.pop())
         return ready
 
-    def end(self) -> None:
-        """The backward has ended: all that is left is started now, in the order that `begin` was given."""
+    def end(self) -> list[int]:
+        """The backward has ended. Return the buckets to start now."""
         for index, count in self._seen.items():
             self._most[index] = max(self._most.get(index, 0), count)
+        left = self._waiting[::-1]
         self._waiting, self._seen = [], {}
+        return left
 
     def drop(self) -> None:
         """The backward has failed: nothing of it is to be started."""

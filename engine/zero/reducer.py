@@ -65,8 +65,9 @@ class Reducer:
             self._order.drop()
             self._ready = 0
             raise
-        self._order.end()
-        self.catch_up()
+        self._ready += len(self._order.end())
+        while self._ready:
+            self._start_next()
 
     def receive(self, index: int, write: Write) -> None:
         """Take the gradient of parameter `index` that `write` puts into a view, see `FlatBucket.receive`."""
