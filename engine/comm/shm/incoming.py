@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable
+from ctypes import memmove
 
 import torch
 from torch import Tensor
 
-from engine.comm.arguments import outside_autograd
 from engine.comm.shm import words
 from engine.comm.shm.memory import map_segment
 from engine.comm.shm.packets import ANNOUNCE, PIECE, SLOTS, Message
@@ -47,12 +47,10 @@ class Incoming:
         came = early.popleft()
         self._match(message, came.x.dtype, came.x.numel())
         if came.ended:
-            with outside_autograd(message.x):
-                message.x.copy_(came.x)
+            memmove(message.address, came.address, came.nbytes)
             message.ended = True
             return
-        with outside_autograd(message.x):
-            message.x.view(torch.uint8)[: came.done].copy_(came.x.view(torch.uint8)[: came.done])
+        memmove(message.address, came.address, came.done)
         message.done = came.done
         self._arriving = message
 
@@ -76,8 +74,8 @@ class Incoming:
             if first >= 0:
                 self.take(first)
             return
-        with outside_autograd(message.x):
-            message.x.view(torch.uint8).copy_(self._segments.of(self._peer, number, offset, message.nbytes))
+        source = self._segments.of(self._peer, number, offset, message.nbytes)
+        memmove(message.address, source.data_ptr(), message.nbytes)
         message.ended = True
         self._say(PIECE.pack(b"R", 0))
 
@@ -87,10 +85,7 @@ class Incoming:
         assert message is not None
         assert box is not None
         count = min(self._slot, message.nbytes - message.done)
-        with outside_autograd(message.x):
-            message.x.view(torch.uint8)[message.done : message.done + count].copy_(
-                box[slot * self._slot : slot * self._slot + count]
-            )
+        memmove(message.address + message.done, box.data_ptr() + slot * self._slot, count)
         message.done += count
         self._say(PIECE.pack(b"A", slot))
         if message.done == message.nbytes:
