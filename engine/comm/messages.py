@@ -142,12 +142,13 @@ class Messages(Channel):
         """
         call = self._messages(sends, recvs)
         into = [(x, plain(x), peer) for x, peer in recvs]
-        filled = Stretches(buffer for _, buffer, _ in into)
-        if filled.clash():
-            raise UsageError(f"{call}: two received tensors share memory: give each its own")
-        # A message must not change before it has left: one that lies where another arrives travels as a copy.
         wire = [(plain(x), peer) for x, peer in sends if x.numel()]
-        wire = [(x.clone() if filled.overlap(x) else x, peer) for x, peer in wire]
+        if len(into) + len(wire) > 1:
+            filled = Stretches(buffer for _, buffer, _ in into)
+            if filled.clash():
+                raise UsageError(f"{call}: two received tensors share memory: give each its own")
+            # A message must not change before it has left: one that lies where another arrives travels as a copy.
+            wire = [(x.clone() if filled.overlap(x) else x, peer) for x, peer in wire]
         arriving = [(buffer, peer) for _, buffer, peer in into if buffer.numel()]
         for x, _ in recvs:
             mark_changed(x)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import select
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -31,6 +32,9 @@ from engine.comm.sockets import close_in_children
 from engine.comm.transport import BackendError
 from engine.errors import MemoryShortageError
 
+_INT = struct.Struct("i")
+_ROOM = socket.CMSG_LEN(_INT.size)  # for one descriptor
+_TRUNCATED = int(socket.MSG_CTRUNC)
 _SLOT = 1 << 18  # bytes of a slot, where the bound on staging allows it
 
 
@@ -223,15 +227,15 @@ class Mail:
         peer = self._peers[j]
         while not peer.gone:
             try:
-                packet, fds, flags, _ = socket.recv_fds(peer.socket, 4096, 1)
+                packet, ancillary, flags, _ = peer.socket.recvmsg(4096, _ROOM)
             except BlockingIOError:
                 return
             except ConnectionResetError:
                 continue  # it left without reading all, which the kernel tells once; what it said comes next
-            if flags & socket.MSG_CTRUNC:
+            if flags & _TRUNCATED:
                 raise self._fail(f"rank {self._own} cannot take a mailbox: it has too many open files (`ulimit -n`)")
             try:
-                self._handle(peer, packet, fds)
+                self._handle(peer, packet, [_INT.unpack(data)[0] for _, _, data in ancillary])
             except (BackendError, MemoryShortageError):
                 raise
             except Exception as error:  # else the others would wait
