@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+from torch import Tensor
+
 import engine
 from benchmarks.work import Work
 from examples.gpt.model import GPTConfig, gpt_layers
@@ -12,3 +16,17 @@ def engine_model(work: Work, mesh: engine.Mesh) -> engine.PipelineModel:
     shape = {name: getattr(work.model, name) for name in ("layers", "hidden", "heads", "sequence", "vocabulary")}
     layers = gpt_layers(GPTConfig(**shape, tied=False), mesh.tensor)
     return engine.PipelineModel(layers, mesh, chunks=work.stages.chunks, placement=work.stages.placement)
+
+
+def engine_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the weights of `peers.gpt` by this engine's names: a block there is two layers here, its halves."""
+    head = max(int(name.partition(".")[0]) for name in state)
+    renamed = {}
+    for name, value in state.items():
+        layer, _, rest = name.partition(".")
+        number = 2 * int(layer) - 1 if int(layer) else 0
+        if 0 < int(layer) < head:
+            number += rest.startswith(("norm2", "up", "down"))
+            rest = rest.replace("norm1", "norm").replace("norm2", "norm")
+        renamed[f"{number}.{rest}"] = value
+    return renamed

@@ -139,9 +139,10 @@ class Work:
 
     @property
     def name(self) -> str:
-        """A short name, for tables: `data 2, tensor 2: default`."""
+        """A short name, for tables: `data 2, tensor 2: default`, with the schedule where it is not 1F1B."""
         sizes = [f"{axis} {getattr(self.layout, axis)}" for axis in AXES if getattr(self.layout, axis) > 1]
-        return f"{', '.join(sizes) or 'one process'}: {self.model_name}"
+        schedule = f", {self.schedule}" if self.layout.pipeline > 1 and self.schedule != "1f1b" else ""
+        return f"{', '.join(sizes) or 'one process'}{schedule}: {self.model_name}"
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, for JSON."""
@@ -197,6 +198,8 @@ def standard_set() -> list[tuple[Work, list[str]]]:
         (Work(Layout(data=4), heavy, "heavy", accumulate=full), data),
         (Work(Layout(tensor=2), default), ["dtensor"]),
         (Work(Layout(pipeline=2), default), ["torch_1f1b"]),
+        (Work(Layout(pipeline=2), default, schedule="zero_bubble"), ["torch_1f1b"]),
         (Work(Layout(pipeline=4), default), ["torch_1f1b"]),
+        (Work(Layout(pipeline=4), default, schedule="zero_bubble"), ["torch_1f1b"]),
         (Work(Layout(data=2, pipeline=2, tensor=2), default), ["torch_3d"]),
     ]

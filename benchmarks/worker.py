@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import engine
-from benchmarks.engine_model import engine_model
+from benchmarks.engine_model import engine_model, engine_names
 from benchmarks.peers import SHARED, Step, find_peer, load
 from benchmarks.peers.gpt import ADAMW, gpt
 from benchmarks.silence import silenced
@@ -79,7 +79,7 @@ def engine_step(work: Work, mesh: engine.Mesh) -> Step:
 def engine_trainer(work: Work, mesh: engine.Mesh) -> engine.TrainStep:
     """Build this engine's trainer."""
     model = engine_model(work, mesh)
-    engine.load_full_state_dict(model, mesh, gpt(work.model, work.seed).state_dict())
+    engine.load_full_state_dict(model, mesh, engine_names(gpt(work.model, work.seed).state_dict()))
     options = {"stage": work.stage, "accumulate": work.accumulate, "share_parameters": work.share_parameters, **ADAMW}
     optimizer = engine.zero.ZeroOptimizer(model, torch.optim.AdamW, mesh, **options)
     loss = next_token_loss(mesh.tensor)

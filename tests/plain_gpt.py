@@ -21,27 +21,34 @@ class Embedding(nn.Module):
         return self.token(ids) + self.position(torch.arange(ids.shape[1]))
 
 
-class Block(nn.Module):
+class Attention(nn.Module):
     def __init__(self, hidden: int, heads: int, key_heads: int):
         super().__init__()
         self.heads, self.key_heads = heads, key_heads
-        self.norm1 = nn.LayerNorm(hidden)
+        self.norm = nn.LayerNorm(hidden)
         self.qkv = nn.Linear(hidden, hidden + 2 * (hidden // heads) * key_heads, bias=False)
         self.out = nn.Linear(hidden, hidden)
-        self.norm2 = nn.LayerNorm(hidden)
-        self.up = nn.Linear(hidden, 4 * hidden)
-        self.down = nn.Linear(4 * hidden, hidden)
 
     def forward(self, x: Tensor) -> Tensor:
         b, s, h = x.shape
         size = h // self.heads
-        parts = self.qkv(self.norm1(x)).split([h, size * self.key_heads, size * self.key_heads], -1)
+        parts = self.qkv(self.norm(x)).split([h, size * self.key_heads, size * self.key_heads], -1)
         q, k, v = (y.view(b, s, -1, size).transpose(1, 2) for y in parts)
         k, v = (z.repeat_interleave(self.heads // self.key_heads, 1) for z in (k, v))
         scores = (q @ k.transpose(-2, -1)) / (h // self.heads) ** 0.5
         scores = scores.masked_fill(torch.ones(s, s, dtype=torch.bool).triu(1), float("-inf"))
-        x = x + self.out((scores.softmax(-1) @ v).transpose(1, 2).reshape(b, s, h))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
+        return x + self.out((scores.softmax(-1) @ v).transpose(1, 2).reshape(b, s, h))
+
+
+class MLP(nn.Module):
+    def __init__(self, hidden: int):
+        super().__init__()
+        self.norm = nn.LayerNorm(hidden)
+        self.up = nn.Linear(hidden, 4 * hidden)
+        self.down = nn.Linear(4 * hidden, hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
 
 
 class Head(nn.Module):
@@ -59,7 +66,7 @@ def plain_gpt(
 ) -> nn.Sequential:
     model = nn.Sequential(
         Embedding(vocabulary, hidden, sequence),
-        *(Block(hidden, heads, key_heads or heads) for _ in range(layers)),
+        *(half for _ in range(layers) for half in (Attention(hidden, heads, key_heads or heads), MLP(hidden))),
         Head(vocabulary, hidden),
     )
     if tied:

@@ -18,7 +18,7 @@ MICROBATCHES, ROWS = 2, 4  # of each data rank
 
 
 def one_step(mesh: engine.Mesh) -> dict[tuple[str, str], tuple[int, int, int]]:
-    model = engine.PipelineModel(gpt_layers(GPT, mesh.tensor), mesh, balance=[2, 2])
+    model = engine.PipelineModel(gpt_layers(GPT, mesh.tensor), mesh, balance=[3, 3])
     optimizer = engine.zero.ZeroOptimizer(model, torch.optim.AdamW, mesh, stage=2, lr=1e-3)
     step = engine.TrainStep(model, optimizer, next_token_loss(mesh.tensor), mesh, microbatches=MICROBATCHES)
     ids = torch.randint(32, (ROWS, 9), generator=torch.Generator().manual_seed(mesh.data.rank))
@@ -33,7 +33,7 @@ def one_step(mesh: engine.Mesh) -> dict[tuple[str, str], tuple[int, int, int]]:
 
 
 def by_hand(stage: int, transport: str) -> dict[tuple[str, str], tuple[int, int, int]]:
-    """Layers: embedding and block on stage 0, block and head on stage 1. Groups of 2: all that is gathered or scattered
+    """Layers: embedding and block on stage 0, block and head on stage 1, a block in two halves. Groups of 2: all that is gathered or scattered
     sends half of its bytes, an all-reduce all of them, 2 (n - 1) / n S.
     """
     hidden, tensor = GPT.hidden, 2

@@ -88,6 +88,18 @@ def own_part(module: Module, config: GPTConfig) -> Module:
     return module
 
 
+def projections(
+    config: GPTConfig, tensor: engine.Communicator, dtype: torch.dtype | None
+) -> tuple[Callable[..., ColumnParallelLinear], Callable[..., RowParallelLinear]]:
+    """Return what makes the projections into a residual branch, and out of it."""
+    dim = sequence_dim(config, tensor)
+    branch = normal(0.02 / math.sqrt(2 * config.layers))
+    return (
+        partial(ColumnParallelLinear, comm=tensor, init=normal(0.02), dtype=dtype, sequence_dim=dim),
+        partial(RowParallelLinear, comm=tensor, init=branch, dtype=dtype, sequence_dim=dim),
+    )
+
+
 class Embedding(nn.Module):
     """Token ids (B, S) to hidden states (B, S, H), with learned positions."""
 
@@ -109,8 +121,9 @@ class Embedding(nn.Module):
         return hidden
 
 
-class Block(nn.Module):
-    """Causal self-attention and an MLP, each on a normalised copy of the residual stream (B, S, H).
+class Attention(nn.Module):
+    """The first half of a block: causal self-attention on a normalised copy of the residual stream (B, S, H), added to
+    it.
 
     Queries, keys and values are one projection of three parts, so that a rank has its heads of each, and the gradient
     of their common input is summed once.
@@ -124,31 +137,40 @@ class Block(nn.Module):
             )
         hidden = config.hidden
         self.head_size = hidden // config.heads
-        branch = normal(0.02 / math.sqrt(2 * config.layers))
-        dim = sequence_dim(config, tensor)
-        column = partial(ColumnParallelLinear, comm=tensor, init=normal(0.02), dtype=dtype, sequence_dim=dim)
-        row = partial(RowParallelLinear, comm=tensor, init=branch, dtype=dtype, sequence_dim=dim)
-        self.norm1 = own_part(nn.LayerNorm(hidden, dtype=dtype), config)
+        self.norm = own_part(nn.LayerNorm(hidden, dtype=dtype), config)
         keys = Part(config.keys * self.head_size, heads=config.keys)
         parts = (Part(hidden, heads=config.heads), keys, keys)
-        self.qkv = column(hidden, hidden + 2 * keys.size, bias=False, parts=parts)
-        self.out = row(hidden, hidden)
-        self.norm2 = own_part(nn.LayerNorm(hidden, dtype=dtype), config)
-        self.up = column(hidden, 4 * hidden)
-        self.down = row(4 * hidden, hidden)
+        into, out = projections(config, tensor, dtype)
+        self.qkv = into(hidden, hidden + 2 * keys.size, bias=False, parts=parts)
+        self.out = out(hidden, hidden)
 
     def forward(self, x: Tensor) -> Tensor:
-        projected = self.qkv(self.norm1(x)).split(self.qkv.part_sizes, -1)
+        projected = self.qkv(self.norm(x)).split(self.qkv.part_sizes, -1)
         query, key, value = map(self._heads, projected)  # (B, heads / T, S, head size), keys' heads may be fewer
         grouped = key.shape[1] != query.shape[1]
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
-        x = x + self.out(mixed.transpose(1, 2).flatten(2))
-        mlp: Tensor = self.down(F.gelu(self.up(self.norm2(x))))
-        return x + mlp
+        attended: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
+        return x + attended
 
     def _heads(self, x: Tensor) -> Tensor:
         """(B, S, H / T) to (B, heads / T, S, head size): a rank's part of the outputs is a part of the heads."""
         return x.view(*x.shape[:-1], -1, self.head_size).transpose(1, 2)
+
+
+class MLP(nn.Module):
+    """The second half of a block, in the same way."""
+
+    def __init__(self, config: GPTConfig, tensor: engine.Communicator, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        hidden = config.hidden
+        self.norm = own_part(nn.LayerNorm(hidden, dtype=dtype), config)
+        into, out = projections(config, tensor, dtype)
+        self.up = into(hidden, 4 * hidden)
+        self.down = out(4 * hidden, hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mlp: Tensor = self.down(F.gelu(self.up(self.norm(x))))
+        return x + mlp
 
 
 class Head(nn.Module):
@@ -176,11 +198,13 @@ class Head(nn.Module):
 def gpt_layers(
     config: GPTConfig, tensor: engine.Communicator, dtype: torch.dtype | None = None
 ) -> list[engine.LayerSpec]:
-    """Return the layers of a GPT, for PipelineModel."""
+    """Return the layers of a GPT, for PipelineModel: the halves of a block are layers of their own, so that stages can be
+    cut between them.
+    """
     first, last = ({"embedding": "token.weight"}, {"embedding": "project.weight"}) if config.tied else ({}, {})
     return [
         engine.LayerSpec(Embedding, config, tensor, dtype, tied=first),
-        *[engine.LayerSpec(Block, config, tensor, dtype) for _ in range(config.layers)],
+        *[engine.LayerSpec(half, config, tensor, dtype) for _ in range(config.layers) for half in (Attention, MLP)],
         engine.LayerSpec(Head, config, tensor, dtype, tied=last),
     ]
 
