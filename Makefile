@@ -43,7 +43,7 @@ lint: setup ## Check style, types and who may import whom.
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-bench: setup ## Time the training step beside its peers (after make peers), about 13 minutes.
+bench: setup ## Time the training step beside its peers (after make peers), about 16 minutes.
 	$(BIN)/python -m benchmarks.train_step --standard --rounds 2
 
 bench-collectives: setup ## Measure the collectives beside torch's own, on 2 and 4 ranks, into benchmarks/results.

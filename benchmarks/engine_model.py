@@ -20,13 +20,10 @@ def engine_model(work: Work, mesh: engine.Mesh) -> engine.PipelineModel:
 
 def engine_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the weights of `peers.gpt` by this engine's names: a block there is two layers here, its halves."""
-    head = max(int(name.partition(".")[0]) for name in state)
     renamed = {}
     for name, value in state.items():
         layer, _, rest = name.partition(".")
-        number = 2 * int(layer) - 1 if int(layer) else 0
-        if 0 < int(layer) < head:
-            number += rest.startswith(("norm2", "up", "down"))
-            rest = rest.replace("norm1", "norm").replace("norm2", "norm")
-        renamed[f"{number}.{rest}"] = value
+        half, _, inside = rest.partition(".")
+        number = max(0, 2 * int(layer) - 1) + (half == "mlp")
+        renamed[f"{number}.{inside if half in ('attention', 'mlp') else rest}"] = value
     return renamed

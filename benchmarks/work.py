@@ -190,12 +190,11 @@ def _integers(option: str, text: str, known: Any) -> dict[str, int]:
 def standard_set() -> list[tuple[Work, list[str]]]:
     """Return the cases of `make bench`, each with the peers that do the same work."""
     data, default, heavy = ["ddp", "zero1", "fsdp2", "deepspeed"], MODELS["default"], MODELS["heavy"]
-    full = "full"  # one reduction for one microbatch, as the peers make it
     return [
-        (Work(Layout(data=2), default, accumulate=full), data),
-        (Work(Layout(data=2), heavy, "heavy", accumulate=full), data),
-        (Work(Layout(data=4), default, accumulate=full), data),
-        (Work(Layout(data=4), heavy, "heavy", accumulate=full), data),
+        (Work(Layout(data=2), default), data),
+        (Work(Layout(data=2), heavy, "heavy"), data),
+        (Work(Layout(data=4), default), data),
+        (Work(Layout(data=4), heavy, "heavy"), data),
         (Work(Layout(tensor=2), default), ["dtensor"]),
         (Work(Layout(pipeline=2), default), ["torch_1f1b"]),
         (Work(Layout(pipeline=2), default, schedule="zero_bubble"), ["torch_1f1b"]),

@@ -13,6 +13,7 @@ import engine
 from benchmarks import pipeline_results
 from benchmarks.engine_model import engine_model
 from benchmarks.peers import PEERS
+from benchmarks.peers.gpt import gpt, halves
 from benchmarks.peers.schedules import even_cut
 from benchmarks.pipeline import main, parser, run_all, works_of
 from benchmarks.pipeline_results import System
@@ -77,7 +78,8 @@ def test_the_peers_two_cuts() -> None:
     work = Work(Layout(pipeline=2), MODELS["default"])
     assert even_cut(work) == [range(3), range(3, 6)]
     ours = engine_model(work, engine.plan_mesh(work.layout, 0)).stages
-    assert ours == (range(4), range(4, 6))  # 3 + 1 blocks: the head is heavy
+    assert ours == (range(6), range(6, 10))  # 2 and a half blocks and 1 and a half: the head is heavy
+    assert len(halves(gpt(work.model, work.seed))) == 10, "the peers' model can be cut there too"
     looped = Work(Layout(pipeline=2), Model(), schedule="interleaved")
     assert even_cut(looped) == [range(2), range(2, 3), range(3, 4), range(4, 6)]
 

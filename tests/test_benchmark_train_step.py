@@ -70,8 +70,11 @@ def test_the_standard_set_covers_the_layouts_and_peers_can_do_them() -> None:
     sizes = [(2, 1, 1), (4, 1, 1)]
     assert found == [
         *[(*size, model) for size in sizes for model in ("default", "heavy")],
-        (1, 1, 2, "default"), (1, 2, 1, "default"), (1, 4, 1, "default"), (2, 2, 2, "default"),
+        (1, 1, 2, "default"), *[(1, n, 1, "default") for n in (2, 2, 4, 4)], (2, 2, 2, "default"),
     ]  # fmt: skip
+    names = [work.name for work, _ in standard_set()]
+    assert len(set(names)) == len(names)
+    assert "pipeline 4, zero_bubble: default" in names
     for work, names in standard_set():
         assert [peers.find_peer(name, work) for name in names]
         assert Work.from_dict(json.loads(json.dumps(work.to_dict()))) == work

@@ -33,8 +33,8 @@ def one_step(mesh: engine.Mesh) -> dict[tuple[str, str], tuple[int, int, int]]:
 
 
 def by_hand(stage: int, transport: str) -> dict[tuple[str, str], tuple[int, int, int]]:
-    """Layers: embedding and block on stage 0, block and head on stage 1, a block in two halves. Groups of 2: all that is gathered or scattered
-    sends half of its bytes, an all-reduce all of them, 2 (n - 1) / n S.
+    """Layers: embedding and block on stage 0, block and head on stage 1, each block in two halves. Groups of 2: all
+    that is gathered or scattered sends half of its bytes, an all-reduce all of them, 2 (n - 1) / n S.
     """
     hidden, tensor = GPT.hidden, 2
     rows = ROWS // MICROBATCHES

@@ -1,7 +1,6 @@
 """The GPT of the benchmark in plain PyTorch: what peers wrap, and whose weights every system starts from.
 
-One nn.Sequential, so names and shapes are those of `engine.full_state_dict`. The same arithmetic as
-`examples/gpt/model.py`, untied.
+The same arithmetic as `examples/gpt/model.py`, untied, and the same shapes; `engine_model.engine_names` has the names.
 """
 
 from __future__ import annotations
@@ -30,31 +29,52 @@ class Embedding(nn.Module):
         return cast(Tensor, self.token(ids) + self.position(torch.arange(ids.shape[1], device=ids.device)))
 
 
-class Block(nn.Module):
-    """Causal self-attention and an MLP over (B, S, H)."""
+class Attention(nn.Module):
+    """Causal self-attention over (B, S, H), added to its input."""
 
     def __init__(self, model: Model) -> None:
         super().__init__()
         hidden = model.hidden
         self.head_size = hidden // model.heads
-        self.norm1 = nn.LayerNorm(hidden)
+        self.norm = nn.LayerNorm(hidden)
         self.qkv = nn.Linear(hidden, 3 * hidden, bias=False)
         self.out = nn.Linear(hidden, hidden)
-        self.norm2 = nn.LayerNorm(hidden)
-        self.up = nn.Linear(hidden, 4 * hidden)
-        self.down = nn.Linear(4 * hidden, hidden)
 
     def forward(self, x: Tensor) -> Tensor:
         query, key, value = (
-            y.view(*y.shape[:-1], -1, self.head_size).transpose(1, 2) for y in self.projected(self.norm1(x))
+            y.view(*y.shape[:-1], -1, self.head_size).transpose(1, 2) for y in self.projected(self.norm(x))
         )
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).flatten(2))
-        return cast(Tensor, x + self.down(F.gelu(self.up(self.norm2(x)))))
+        return cast(Tensor, x + self.out(mixed.transpose(1, 2).flatten(2)))
 
     def projected(self, x: Tensor) -> tuple[Tensor, ...]:
         """Return queries, keys and values."""
         return cast(Tensor, self.qkv(x)).chunk(3, -1)
+
+
+class MLP(nn.Module):
+    """Two projections over (B, S, H), added to their input."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        hidden = model.hidden
+        self.norm = nn.LayerNorm(hidden)
+        self.up = nn.Linear(hidden, 4 * hidden)
+        self.down = nn.Linear(4 * hidden, hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return cast(Tensor, x + self.down(F.gelu(self.up(self.norm(x)))))
+
+
+class Block(nn.Module):
+    """Attention and an MLP over (B, S, H): what peers wrap and cut by."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        self.attention, self.mlp = Attention(model), MLP(model)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return cast(Tensor, self.mlp(self.attention(x)))
 
 
 class Head(nn.Module):
@@ -74,6 +94,11 @@ def gpt(model: Model, seed: int) -> nn.Sequential:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return nn.Sequential(Embedding(model), *(Block(model) for _ in range(model.layers)), Head(model))
+
+
+def halves(model: nn.Sequential) -> list[nn.Module]:
+    """Return the layers of `gpt` as finely as the engine's, which are the halves of blocks."""
+    return [half for layer in model for half in (layer.children() if isinstance(layer, Block) else (layer,))]
 
 
 def mean_loss(logits: Tensor, targets: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 import engine
 from benchmarks.engine_model import engine_model
 from benchmarks.peers import Step
-from benchmarks.peers.gpt import adamw, gpt, mean_loss
+from benchmarks.peers.gpt import adamw, gpt, halves, mean_loss
 from benchmarks.work import Work
 
 # torch's zero bubble of one chunk on each rank is its interleaved one with one.
@@ -44,16 +44,17 @@ def even_cut(work: Work) -> list[range]:
 
 def torch_pipeline(work: Work, device: torch.device) -> Step:
     """The usual cut, `even_cut`."""
-    return _pipeline(work, device, even_cut(work))
+    return _pipeline(work, device, list(gpt(work.model, work.seed)), even_cut(work))
 
 
 def torch_pipeline_balanced(work: Work, device: torch.device) -> Step:
     """The engine's own cut."""
-    return _pipeline(work, device, engine_model(work, engine.plan_mesh(work.layout, dist.get_rank())).stages)
+    cut = engine_model(work, engine.plan_mesh(work.layout, dist.get_rank())).stages
+    return _pipeline(work, device, halves(gpt(work.model, work.seed)), cut)
 
 
-def _pipeline(work: Work, device: torch.device, cut: Sequence[range]) -> Step:
-    stages, whole = work.stages, list(gpt(work.model, work.seed))
+def _pipeline(work: Work, device: torch.device, whole: Sequence[nn.Module], cut: Sequence[range]) -> Step:
+    stages = work.stages
     own = stages.on(dist.get_rank())
     modules = [nn.Sequential(*(whole[layer] for layer in cut[stage])).to(device) for stage in own]
     cells = [PipelineStage(module, stage, stages.count, device) for module, stage in zip(modules, own, strict=True)]

@@ -11,21 +11,21 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from benchmarks.peers import Step
 from benchmarks.peers.data_parallel import accumulate
-from benchmarks.peers.gpt import Block, adamw, gpt
+from benchmarks.peers.gpt import Attention, Block, adamw, gpt
 from benchmarks.work import Work
 
 
-class ApartBlock(Block):
-    """The same block with a projection each for queries, keys and values: DTensor has no shard of all three."""
+class ApartAttention(Attention):
+    """The same with a projection each for queries, keys and values: DTensor has no shard of all three."""
 
-    def __init__(self, block: Block) -> None:
-        """Takes the weights of `block` over."""
+    def __init__(self, attention: Attention) -> None:
+        """Takes the weights of `attention` over."""
         nn.Module.__init__(self)
-        self.head_size = block.head_size
-        for name, module in block.named_children():
+        self.head_size = attention.head_size
+        for name, module in attention.named_children():
             if name != "qkv":
                 self.add_module(name, module)
-        for name, weight in zip(("query", "key", "value"), block.qkv.weight.detach().chunk(3), strict=True):
+        for name, weight in zip(("query", "key", "value"), attention.qkv.weight.detach().chunk(3), strict=True):
             linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device=weight.device)
             linear.weight.data.copy_(weight)
             self.add_module(name, linear)
@@ -36,11 +36,12 @@ class ApartBlock(Block):
 
 def cut_blocks(model: nn.Sequential, mesh: DeviceMesh) -> None:
     """Cut the linear layers of every block of `model` over `mesh`."""
-    columns = dict.fromkeys(("query", "key", "value", "up"), ColwiseParallel())
-    for number, block in enumerate(model):
+    columns = dict.fromkeys(("attention.query", "attention.key", "attention.value", "mlp.up"), ColwiseParallel())
+    rows = dict.fromkeys(("attention.out", "mlp.down"), RowwiseParallel())
+    for block in model:
         if isinstance(block, Block):
-            model[number] = apart = ApartBlock(block)
-            parallelize_module(apart, mesh, {**columns, **dict.fromkeys(("out", "down"), RowwiseParallel())})
+            block.attention = ApartAttention(block.attention)
+            parallelize_module(block, mesh, {**columns, **rows})
 
 
 def dtensor(work: Work, device: torch.device) -> Step:

@@ -79,7 +79,7 @@ def default_thresholds(operation: str, size: int, hosts: int) -> Thresholds:
         return ((_ANY, "pairwise" if hosts == 1 else "hierarchical"),)
     if operation == "all_reduce":
         large = "hierarchical" if hosts > 1 else "pairwise" if few else NATIVE
-        short = 1 << 16 if not few else 1 << 19 if size == 2 else 3 << 18
+        short = 1 << 16 if not few else 1 << 20 if size == 2 else 3 << 18
         between = few and size > 2 and hosts == 1
         middle: Thresholds = ((1 << 21, "pairwise"),) if between else ()
         return ((short, "doubling"), *middle, (1 << 25, NATIVE if hosts == 1 else large), (_ANY, large))

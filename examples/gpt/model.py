@@ -198,8 +198,8 @@ class Head(nn.Module):
 def gpt_layers(
     config: GPTConfig, tensor: engine.Communicator, dtype: torch.dtype | None = None
 ) -> list[engine.LayerSpec]:
-    """Return the layers of a GPT, for PipelineModel: the halves of a block are layers of their own, so that stages can be
-    cut between them.
+    """Return the layers of a GPT, for PipelineModel. The halves of a block are layers of their own, so that stages can
+    be cut between them.
     """
     first, last = ({"embedding": "token.weight"}, {"embedding": "project.weight"}) if config.tied else ({}, {})
     return [
