@@ -4,7 +4,6 @@ process, in float64 to 1e-10 relative, and its names and initial weights are tho
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ import engine
 from engine import Layout, PipelineModel, plan_mesh
 from engine.huggingface import from_huggingface, llama_specs, to_huggingface
 from engine.tensor_parallel import vocab_parallel_cross_entropy
-from tests.test_huggingface import MASK, VOCABULARY, Double, config_of
+from tests.test_huggingface import MASK, VOCABULARY, config_of, float32_lifted
 from tests.test_parity import TOLERANCE, worst_error
 from tests.world import World, refusals
 
@@ -38,7 +37,6 @@ def plain_model(tied: bool, attention: str = "sdpa") -> Any:
     """Return transformers' model in float64, all of its parameters drawn, norms too."""
     import transformers
 
-    sys.modules[transformers.LlamaForCausalLM.__module__].torch = Double()  # type: ignore[attr-defined]
     torch.manual_seed(7)
     model = transformers.LlamaForCausalLM(config(tied, attention)).double()
     with torch.no_grad():
@@ -66,6 +64,7 @@ def next_token(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     return F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="sum"), (target != -100).sum()
 
 
+@float32_lifted("llama")
 def train(mesh: engine.Mesh, cases: list[Any]) -> list[dict[str, Any]]:
     results = []
     for tied, attention, logits, options in cases:
@@ -126,6 +125,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("layout", [Layout(pipeline=2), Layout(pipeline=2, tensor=2)], ids=str)
+@float32_lifted("llama")
 def test_training_equals_the_plain_model(world: World, layout: Layout) -> None:
     results = world.run(layout, train, CASES)
     for number, (tied, attention, _, _) in enumerate(CASES):
@@ -178,6 +178,7 @@ def test_weights_do_not_depend_on_the_layout() -> None:
             assert torch.equal(shard, placements[name].shard(full, mesh.tensor.rank, 2)), name
 
 
+@float32_lifted("llama")
 def test_a_mask_goes_from_layer_to_layer() -> None:
     for attention in ("eager", "sdpa"):
         plain = plain_model(False, attention)

@@ -155,6 +155,28 @@ def moves_while_nobody_waits(mesh: Mesh) -> bool:
     return there and bool((into == 7).all()) and bool((x == size).all())
 
 
+def received_while_meeting_elsewhere(mesh: Mesh) -> float:
+    """The receiver waits for the sender in another group before it waits for the message, which is larger than a
+    mailbox; the sender the other way round.
+    """
+    comm, into, count = mesh.data, torch.empty(2_000_000), 2_000_000
+    if comm.rank == 0:
+        work = comm.exchange(recvs=[(into, 1)], async_op=True)
+        mesh.world.barrier()
+        work.wait()
+    else:
+        comm.exchange(sends=[(torch.full((count,), 3.0), 0)], async_op=True).wait()
+        into.fill_(3.0)
+        mesh.world.barrier()
+    return into.sum().item() / count
+
+
+@pytest.mark.parametrize("checks", [False, True])
+def test_a_large_message_arrives_before_it_is_waited_for(world: World, checks: bool) -> None:
+    found = world.run(Layout(data=2), received_while_meeting_elsewhere, transport="shm", checks=checks, timeout=30.0)
+    assert found == [3.0, 3.0]
+
+
 @pytest.mark.parametrize("size", [2, 3])
 def test_what_is_started_ends_while_nobody_waits(world: World, size: int) -> None:
     assert all(world.run(Layout(data=size), moves_while_nobody_waits, transport="shm"))

@@ -105,7 +105,9 @@ def resumed(mesh: engine.Mesh) -> Any:
         other = optimizer_of(again, torch.optim.SGD, mesh, case)
         steps(mesh, again, other, range(7, 8))  # masters of its own, that must go
         state = saved if mesh.data.rank == 0 else {name: torch.zeros_like(x) for name, x in saved.items()}
+        given = {name: x.clone() for name, x in state.items()}
         engine.load_full_state_dict(again, mesh, state, optimizer=other)
+        assert all(torch.equal(state[name], x) for name, x in given.items()), "the caller's state is only read"
         loaded = engine.full_state_dict(again, mesh, optimizer=other)
         steps(mesh, again, other, range(BEFORE, BEFORE + AFTER))
         ended = engine.full_state_dict(again, mesh, optimizer=other)

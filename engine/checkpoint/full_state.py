@@ -83,7 +83,8 @@ def load_full_state_dict(
     for name, target in local.items():
         shard = placements.get(name, REPLICATED).shard(full[name], mesh.tensor.rank, mesh.tensor.size)
         if name in wide:
-            shard = exact[id(target)] = mesh.data.broadcast(shard.to(target.device, sum_dtype(target.dtype)), 0)
+            own = shard.to(target.device, sum_dtype(target.dtype), copy=True)  # the caller's state stays as it is
+            shard = exact[id(target)] = mesh.data.broadcast(own, 0)
         if optimizer is None or optimizer.writes(target):
             target.copy_(shard)
         mesh.data.broadcast(target, 0)

@@ -66,8 +66,9 @@ class Reducer:
             self._ready = 0
             raise
         self._ready += len(self._order.end())
-        while self._ready:
+        while self._ready and self._owed:  # none is left where the gradients were dropped inside
             self._start_next()
+        self._ready = 0
 
     def receive(self, index: int, write: Write) -> None:
         """Take the gradient of parameter `index` that `write` puts into a view, see `FlatBucket.receive`."""

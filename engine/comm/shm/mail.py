@@ -4,9 +4,9 @@ A message is announced by a packet. One that lies in memory of `allocate` is rea
 mailbox's slots, piece by piece, each given back once it is read. A message that arrives before its receive is asked for
 is taken out and kept, so that it is in nobody's way.
 
-Whoever waits moves all messages on. While an asynchronous one is under way a thread does, so that it also moves while
-nobody waits. A send for which the mailbox has room is through at once, and needs none: two threads that take turns at
-Python cost more than the copy.
+Whoever waits moves all messages on. From the first asynchronous receive, or asynchronous send that is not through at
+once, a thread does, so that messages also move while nobody waits. A send for which the mailbox has room needs none:
+two threads that take turns at Python cost more than the copy.
 """
 
 from __future__ import annotations
@@ -80,8 +80,6 @@ class Mail:
         self._error = ""
         self._lock = threading.RLock()
         self._moved = threading.Condition(self._lock)
-        self._later: list[Message] = []  # asynchronous ones that may be under way
-        self._needed = threading.Condition(self._lock)  # the thread is
         self._thread: threading.Thread | None = None
         self._wake: tuple[socket.socket, socket.socket] | None = None
         self._closing = False
@@ -109,13 +107,13 @@ class Mail:
                 for j in dict.fromkeys(message.peer for message in out):
                     peer = self._peers[j]
                     peer.out.put()
-                    if peer.out.waits and not self._is_served:
+                    if peer.out.waits and self._thread is None and not self._moving:
                         self._read(j)  # slots may have come back since somebody waited last
             except Exception as error:  # what was started stays behind, so there can be no more
                 self._failed(f"rank {self._own} could not start its messages: {error}")
                 raise
-            if later and not all(message.ended for message in (*out, *into)):
-                self._serve_later([*out, *into])
+            if later and (into or not all(message.ended for message in out)):
+                self._have_served()
         return [*out, *into]
 
     def wait(self, messages: Sequence[Message]) -> None:
@@ -128,7 +126,7 @@ class Mail:
                 if left <= 0:
                     late = ", ".join(f"rank {self._names[j]}" for j in _late(messages))
                     raise self._fail(f"timed out after {self._limit:g} s waiting for {late}")
-                if self._is_served or self._moving:
+                if self._thread is not None or self._moving:
                     self._moved.wait(left)
                 else:
                     self._move(left)
@@ -143,7 +141,7 @@ class Mail:
     def close(self) -> None:
         with self._lock:
             self._closing = True
-            self._needed.notify()
+            self._moved.notify_all()
         if self._thread is not None and self._wake is not None:
             with contextlib.suppress(OSError):
                 self._wake[1].send(b"c")
@@ -157,38 +155,29 @@ class Mail:
 
     # ---- moving ----------------------------------------------------------------------------------------------------
 
-    @property
-    def _is_served(self) -> bool:
-        """Whether the thread moves messages."""
-        self._later = [message for message in self._later if not message.ended]
-        return bool(self._later) and not self._error
-
-    def _serve_later(self, messages: Sequence[Message]) -> None:
-        """Have the thread move messages until these are through."""
-        self._later += messages
+    def _have_served(self) -> None:
+        """Have the thread move messages from now on."""
         if self._thread is None:
             self._wake = socket.socketpair()
             self._thread = threading.Thread(target=self._serve, name="engine-mail", daemon=True)
             self._thread.start()
-        self._needed.notify()
 
     def _serve(self) -> None:
-        """Move messages on, while that is needed, until the mail is closed. Runs on a thread of its own."""
+        """Move messages on until the mail is closed. Runs on a thread of its own."""
         assert self._wake is not None
         poll = select.poll()
         for number in (self._wake[0].fileno(), *self._by_socket):
             poll.register(number, select.POLLIN)
-        while True:
+        with self._lock:
+            while self._moving and not self._closing:
+                self._moved.wait()  # two that poll would take each other's packets unheard
+        while not self._closing:
+            ready = poll.poll()
             with self._lock:
-                while not self._closing and (self._moving or not self._is_served):
-                    self._needed.wait()
-                if self._closing:
-                    return
-            for number, _ in poll.poll():
-                if number == self._wake[0].fileno():
-                    self._wake[0].recv(4096)
-                    continue
-                with self._lock:
+                for number, _ in ready:
+                    if number == self._wake[0].fileno():
+                        self._wake[0].recv(4096)
+                        continue
                     j = self._by_socket[number]
                     try:
                         self._read(j)
@@ -197,7 +186,7 @@ class Mail:
                     if self._peers[j].gone or self._error:
                         with contextlib.suppress(KeyError):
                             poll.unregister(number)
-                    self._moved.notify_all()
+                self._moved.notify_all()
 
     def _move(self, seconds: float) -> None:
         """Wait until something comes from any peer, and handle it: the one that is waited for may wait for another.
@@ -219,8 +208,6 @@ class Mail:
         finally:
             self._moving = False
             self._moved.notify_all()
-            if self._later:
-                self._needed.notify()
 
     def _read(self, j: int) -> None:
         """Handle every packet that has come from a peer."""
@@ -228,14 +215,15 @@ class Mail:
         while not peer.gone:
             try:
                 packet, ancillary, flags, _ = peer.socket.recvmsg(4096, _ROOM)
+                if flags & _TRUNCATED:
+                    raise self._fail(
+                        f"rank {self._own} cannot take a mailbox: it has too many open files (`ulimit -n`)"
+                    )
+                self._handle(peer, packet, [_INT.unpack(data)[0] for _, _, data in ancillary])
             except BlockingIOError:
                 return
             except ConnectionResetError:
                 continue  # it left without reading all, which the kernel tells once; what it said comes next
-            if flags & _TRUNCATED:
-                raise self._fail(f"rank {self._own} cannot take a mailbox: it has too many open files (`ulimit -n`)")
-            try:
-                self._handle(peer, packet, [_INT.unpack(data)[0] for _, _, data in ancillary])
             except (BackendError, MemoryShortageError):
                 raise
             except Exception as error:  # else the others would wait

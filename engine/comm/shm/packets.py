@@ -31,4 +31,7 @@ class Message:
     def __post_init__(self) -> None:
         # Bytes are moved from address to address: views and copies of tensors take longer than a small message.
         self.nbytes = self.x.numel() * self.x.element_size()
-        self.address = self.x.data_ptr()
+
+    @property
+    def address(self) -> int:
+        return self.x.data_ptr()
