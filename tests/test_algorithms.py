@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from collections import deque
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any, cast
 
@@ -13,72 +15,91 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.comm.algorithms import PLANS, plan_for
-from engine.comm.algorithms.plan import Hosts, Plan, Transfer, block, elements_sent, round_of
+from engine.comm.algorithms.plan import Hosts, Plan, Transfer, block, elements_sent, round_of, with_early
 from engine.comm.algorithms.run import Running
 
 CASES = [(operation, algorithm) for operation, makers in PLANS.items() for algorithm in makers]
 ROOTED = ("broadcast", "reduce")
 
 
-def play(plans: list[Plan], vectors: list[np.ndarray]) -> None:  # noqa: C901 (one machine, read top down)
+def play(plans: list[Plan], vectors: list[np.ndarray], *, early: bool, order: int) -> None:  # noqa: C901 (one machine, top down)
     """Run all ranks' plans over their vectors, (count, n) contributions by element. A send ends only once its receive
-    is posted; all transfers of a round are posted together. Raises AssertionError for a deadlock or a mismatch.
+    is posted; all transfers of a round are posted together, with `early` the next round's early receives too, and what
+    is not reduced lands as it arrives. order: of messages between different ranks. Raises AssertionError for a
+    deadlock or a mismatch.
     """
     size = len(plans)
     at = [-1] * size
-    open_transfers = [0] * size
-    arrived: list[list[tuple[Transfer, np.ndarray | None]]] = [[] for _ in range(size)]
-    sends: dict[tuple[int, int], deque[Transfer]] = {}
+    waits = [[len(each.sends) + len(each.receives) for each in plan] for plan in plans]  # transfers under way, by round
+    arrived: list[list[tuple[Transfer, np.ndarray]]] = [[] for _ in range(size)]
+    sends: dict[tuple[int, int], deque[tuple[Transfer, int]]] = {}
     receives: dict[tuple[int, int], deque[tuple[Transfer, int]]] = {}
+    choose = random.Random(order)
 
     def finish_round(rank: int) -> None:
-        each = plans[rank][at[rank]]
         for transfer, data in arrived[rank]:
-            target = vectors[rank][transfer.start : transfer.stop]
-            target[:] = target + data if each.reduce else data
+            vectors[rank][transfer.start : transfer.stop] += data
+        arrived[rank] = []
+
+    def post_receives(rank: int, number: int) -> None:
+        for transfer in plans[rank][number].receives:
+            receives.setdefault((transfer.peer, rank), deque()).append((transfer, number))
 
     def next_round(rank: int) -> None:
         at[rank] += 1
-        arrived[rank] = []
-        if at[rank] == len(plans[rank]):
+        number = at[rank]
+        if number == len(plans[rank]):
             return
-        each = plans[rank][at[rank]]
+        each = plans[rank][number]
         crossing = [(s, r) for s in each.sends for r in each.receives if s.start < r.stop and r.start < s.stop]
         assert each.swaps == bool(crossing)
         assert each.reduce or not crossing, "a slice is sent and overwritten in one round"
         for transfer in each.sends:
-            sends.setdefault((rank, transfer.peer), deque()).append(transfer)
-        for transfer in each.receives:
-            arrived[rank].append((transfer, None))
-            receives.setdefault((transfer.peer, rank), deque()).append((transfer, len(arrived[rank]) - 1))
-        open_transfers[rank] = len(each.sends) + len(each.receives)
+            sends.setdefault((rank, transfer.peer), deque()).append((transfer, number))
+        if not (early and each.early):
+            post_receives(rank, number)
+        if early and number + 1 < len(plans[rank]) and plans[rank][number + 1].early:
+            post_receives(rank, number + 1)
+
+    def match(source: int, target: int) -> None:
+        (sent, send_round), (received, number) = sends[source, target].popleft(), receives[source, target].popleft()
+        assert (sent.start, sent.stop) == (received.start, received.stop), (source, target, sent, received)
+        data = vectors[source][sent.start : sent.stop].copy()
+        if plans[target][number].reduce:
+            arrived[target].append((received, data))
+        else:
+            vectors[target][received.start : received.stop] = data
+        waits[source][send_round] -= 1
+        waits[target][number] -= 1
 
     for rank in range(size):
         next_round(rank)
-    progress = True
-    while progress:
-        progress = False
-        for (source, target), queue in sends.items():
-            waiting = receives.get((source, target), deque())
-            while queue and waiting:
-                sent, (received, place) = queue.popleft(), waiting.popleft()
-                assert (sent.start, sent.stop) == (received.start, received.stop), (source, target, sent, received)
-                arrived[target][place] = (received, vectors[source][sent.start : sent.stop].copy())
-                open_transfers[source] -= 1
-                open_transfers[target] -= 1
-                progress = True
-        for rank in range(size):
-            while at[rank] < len(plans[rank]) and open_transfers[rank] == 0:
-                finish_round(rank)
-                next_round(rank)
-                progress = True
+    while True:
+        ready = [pair for pair, queue in sends.items() if queue and receives.get(pair)]
+        through = [rank for rank in range(size) if at[rank] < len(plans[rank]) and waits[rank][at[rank]] == 0]
+        if not ready and not through:
+            break
+        if choose.randrange(len(ready) + len(through)) < len(ready):
+            match(*choose.choice(ready))
+        else:
+            rank = choose.choice(through)
+            finish_round(rank)
+            next_round(rank)
     assert [len(plan) for plan in plans] == at, "deadlock"
     assert not any(sends.values()), "a message was never received"
     assert not any(receives.values()), "a message never came"
 
 
 def check(operation: str, algorithm: str, size: int, count: int, root: int, hosts: Hosts) -> None:
-    """Every rank ends with what the operation promises, each contribution exactly once."""
+    """Every rank ends with what the operation promises, each contribution exactly once, in any order of messages."""
+    for early in (False, True):
+        for order in range(2):
+            check_once(operation, algorithm, size, count, root, hosts, early, order)
+
+
+def check_once(
+    operation: str, algorithm: str, size: int, count: int, root: int, hosts: Hosts, early: bool, order: int
+) -> None:
     plans = [plan_for(operation, algorithm, rank, size, count, root, hosts) for rank in range(size)]
     identity = np.eye(size, dtype=int)
     vectors = [np.tile(identity[rank], (count, 1)) for rank in range(size)]
@@ -88,7 +109,7 @@ def check(operation: str, algorithm: str, size: int, count: int, root: int, host
             kept = vector[blocks[rank]].copy()
             vector[:] = 99
             vector[blocks[rank]] = kept
-    play(plans, vectors)
+    play(plans, vectors, early=early, order=order)
     for rank, vector in enumerate(vectors):
         if operation == "all_reduce":
             assert (vector == 1).all()
@@ -238,8 +259,34 @@ def test_the_checker_sees_deadlocks_and_wrong_slices() -> None:
     first = (round_of([(1, (0, 1))], [], reduce=False), round_of([], [(1, (1, 2))], reduce=False))
     second = (round_of([(0, (1, 2))], [], reduce=False), round_of([], [(0, (0, 1))], reduce=False))
     with pytest.raises(AssertionError, match="deadlock"):
-        play([first, second], [np.zeros((2, 2), int) for _ in range(2)])
+        play([first, second], [np.zeros((2, 2), int) for _ in range(2)], early=False, order=0)
     lost = (round_of([(1, (0, 2))], [], reduce=False),)
     wrong = (round_of([], [(0, (0, 1))], reduce=False),)
     with pytest.raises(AssertionError):
-        play([lost, wrong], [np.zeros((2, 2), int) for _ in range(2)])
+        play([lost, wrong], [np.zeros((2, 2), int) for _ in range(2)], early=False, order=0)
+
+
+def test_receives_are_early_only_where_their_memory_is_free() -> None:
+    for operation, algorithm in (("all_reduce", "pairwise"), ("all_reduce", "ring"), ("all_gather", "hierarchical")):
+        plan = plan_for(operation, algorithm, 0, 4, 8, 0, ((0, 1), (2, 3)))
+        assert [each.early for each in plan] == [number > 0 and not each.reduce for number, each in enumerate(plan)]
+    handed_on = [round_of([(1, (0, 1))], [], reduce=False), round_of([], [(2, (0, 1))], reduce=False)]
+    assert not with_early(handed_on)[1].early  # rank 2 may send before rank 1 has received
+    taken_twice = [round_of([], [(1, (0, 1))], reduce=False), round_of([], [(1, (0, 1))], reduce=False)]
+    assert not with_early(taken_twice)[1].early
+    swapped = [round_of([(1, (0, 1))], [], reduce=False), round_of([], [(1, (0, 1))], reduce=False)]
+    assert with_early(swapped)[1].early
+
+
+def test_the_checker_sees_what_comes_too_early() -> None:
+    def once(order: int) -> np.ndarray:
+        plans = [
+            (round_of([(1, (0, 1))], [], reduce=False), replace(round_of([], [(2, (0, 1))], reduce=False), early=True)),
+            (round_of([], [(0, (0, 1))], reduce=False),),
+            (round_of([(0, (0, 1))], [], reduce=False),),
+        ]
+        vectors = [np.full((1, 1), rank) for rank in range(3)]
+        play(plans, vectors, early=True, order=order)
+        return vectors[1]
+
+    assert {int(once(order)[0, 0]) for order in range(20)} == {0, 2}

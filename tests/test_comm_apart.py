@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 import engine
 from engine import Layout
+from engine.comm.algorithms import PLANS
 from engine.comm.choice import algorithms_of
 from tests.world import World, refusals
 
@@ -161,6 +162,35 @@ def narrow_in_odd_modes(mesh: engine.Mesh) -> list[float]:
 
 def test_narrow_sums_of_inference_tensors_and_parameters(world: World) -> None:
     assert world.run(Layout(data=2), narrow_in_odd_modes) == [[2.0] * 4] * 2
+
+
+def planned_in_odd_modes(mesh: engine.Mesh) -> list[tuple[str, list[float]]]:
+    """Inference tensors outside their mode; parameters under no_grad, one waited for after it."""
+    comm, found = mesh.data, []
+    for name in PLANS["reduce_scatter"]:
+        with torch.inference_mode():
+            x, out = torch.ones(6), torch.empty(2)
+        comm.reduce_scatter(x, out=out, algorithm=name)
+        parameter = torch.nn.Parameter(torch.ones(6))
+        with torch.no_grad():
+            work = comm.reduce_scatter(parameter, algorithm=name, async_op=True)
+            other = torch.nn.Parameter(torch.ones(6))
+            inside = comm.reduce_scatter(other, out=other[2 * comm.rank :][:2], algorithm=name).clone()
+        found.append((f"reduce_scatter {name}", [out[0].item(), work.wait()[0].item(), inside[0].item()]))
+    for name in PLANS["all_reduce"]:
+        with torch.inference_mode():
+            x = torch.ones(6)
+        comm.all_reduce(x, algorithm=name)
+        parameter = torch.nn.Parameter(torch.ones(6))
+        with torch.no_grad():
+            comm.all_reduce(parameter, algorithm=name)
+        found.append((f"all_reduce {name}", [x[0].item(), parameter[5].item()]))
+    return found
+
+
+def test_planned_sums_of_inference_tensors_and_parameters(world: World) -> None:
+    for found in world.run(Layout(data=3), planned_in_odd_modes):
+        assert {name: set(values) for name, values in found} == {name: {3.0} for name, _ in found}
 
 
 def groups_made(rank: int, size: int, store: str) -> tuple[list[tuple[int, ...]], dict[str, float]]:

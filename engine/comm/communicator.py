@@ -368,9 +368,12 @@ class Communicator(Agreement):
         plan uses them for partial sums.
         """
         vector, own = flat(wire), flat(into)
+        if vector.requires_grad:  # under no_grad, which may have ended when the sum is made
+            vector = vector.detach()
         plan, own_only = self._plan(call, vector.numel())
         each = own.numel()
         first, last = self.rank * each, (self.rank + 1) * each
+        held = own.data_ptr() == vector.data_ptr() + first * vector.element_size()
         if not own_only:
             write(own, vector[first:last])
             vector = vector.clone()
@@ -381,7 +384,8 @@ class Communicator(Agreement):
             inside = first <= start and stop <= last
             return own[start - first : stop - first] if inside else vector[start:stop]
 
-        return self._running(plan, at, op, own, (lambda: vector[first:last]) if own_only else None)
+        initial = (lambda: vector[first:last]) if own_only and not held else None
+        return self._running(plan, at, op, own, initial)
 
     def _gather(self, call: Call, wire: Tensor, target: Tensor) -> Works:
         """Start an all-gather by plan: the own block is sent from where it lies, and copied while it flies."""

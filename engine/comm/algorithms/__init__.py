@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from engine.comm.algorithms import flat, hierarchical
-from engine.comm.algorithms.plan import Hosts, Plan
+from engine.comm.algorithms.plan import Hosts, Plan, with_early
 
 Maker = Callable[[int, int, int, int, Hosts], Plan]
 
@@ -55,4 +55,4 @@ PLANS: dict[str, dict[str, Maker]] = {
 def plan_for(operation: str, algorithm: str, rank: int, size: int, count: int, root: int, hosts: Hosts) -> Plan:
     """Return the plan of one rank, without rounds in which it is idle."""
     plan = PLANS[operation][algorithm](rank, size, count, root, hosts)
-    return tuple(each for each in plan if each.sends or each.receives)
+    return with_early([each for each in plan if each.sends or each.receives])

@@ -8,7 +8,8 @@ A vector is cut into one block for each rank of a group, as equal as can be, the
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,8 @@ class Round:
     """Whether what is received is reduced into the vector, in the listed order, or takes the place of what is there."""
     swaps: bool = False
     """Whether it reduces into what it sends, which must be sent before."""
+    early: bool = False
+    """Whether its receives may be started with the round before, see `with_early`."""
 
 
 Plan = tuple[Round, ...]
@@ -53,8 +56,30 @@ def round_of(
         tuple(Transfer(peer, start, stop) for peer, (start, stop) in pairs if start < stop)
         for pairs in (sends, receives)
     ]
-    swaps = any(one.start < other.stop and other.start < one.stop for one in kept[0] for other in kept[1])
+    swaps = any(_overlap(one, other) for one in kept[0] for other in kept[1])
     return Round(kept[0], kept[1], reduce, swaps)
+
+
+def with_early(rounds: Sequence[Round]) -> Plan:
+    """Return the rounds, those marked whose receives may be started with the round before: a message whose receive
+    waits for it leaves at once.
+
+    What is received takes the place of what is there, so the round before must neither receive nor send that slice. It
+    may send it to the very rank from which the new values come, where in every rank's plan those are sent in a later
+    round than the old ones are received: then they cannot come too soon. That holds in all plans here, and is tested.
+    """
+    marked = [
+        not each.reduce
+        and bool(each.receives)
+        and not any(_overlap(new, old) for new in each.receives for old in before.receives)
+        and not any(_overlap(new, old) and new.peer != old.peer for new in each.receives for old in before.sends)
+        for before, each in pairwise(rounds)
+    ]
+    return tuple(replace(each, early=early) for each, early in zip(rounds, [False, *marked], strict=bool(rounds)))
+
+
+def _overlap(one: Transfer, other: Transfer) -> bool:
+    return one.start < other.stop and other.start < one.stop
 
 
 def elements_sent(plan: Plan) -> int:

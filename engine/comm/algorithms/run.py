@@ -1,13 +1,14 @@
 """Runs plans over a transport's messages. It decides nothing: the plan says who sends what to whom.
 
 The first round is started at once and the rest run in `wait`, so a plan of one round flies while the caller computes.
+Receives that may be early are started with the round before, where the transport has messages that wait for no others.
 Each operation has a tag of its own, so on gloo several may be under way, and be waited for in any order; NCCL and HCCL
 ignore tags, and a forced algorithm must be waited for in the same order on every rank there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -48,9 +49,8 @@ class Messenger:
 
     def __init__(self, transport: Transport, space: int) -> None:
         """space: which of 2048 ranges of tags is this group's: one process group may carry several communicators."""
-        self._transport = transport
-        self.wait = transport.wait
-        self.moves_alone = transport.moves_alone
+        self.start, self.wait = transport.exchange, transport.wait
+        self.moves_alone, self.early = transport.moves_alone, transport.early
         self._base = space << 20
         self._last_tag = 0
         self._free: list[Tensor] = []
@@ -69,10 +69,6 @@ class Messenger:
     def header_tag(self) -> int:
         """The tag of what the checks send before a message."""
         return self._base + _TAGS + 1
-
-    def start(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], tag: int) -> Works:
-        """Start messages."""
-        return self._transport.exchange(sends, receives, tag)
 
     def take(self, count: int, like: Tensor) -> Tensor:
         """Return scratch memory for so many elements of the kind of `like`: a fresh page costs more than sending it."""
@@ -97,7 +93,7 @@ def start_plan(
     initial: Callable[[], Tensor] | None = None,
 ) -> Works:
     """Start a plan, see `Running`, and return what to wait for: its messages themselves where they are all it has."""
-    if messenger.moves_alone and len(plan) <= 1 and not any(each.reduce for each in plan):
+    if messenger.moves_alone and (not plan or (len(plan) == 1 and not plan[0].reduce)):
         tag = messenger.tag()  # also where this rank has nothing to send
         if not plan:
             return []
@@ -119,8 +115,8 @@ class Running(Operation):
         initial: Callable[[], Tensor] | None = None,
     ) -> None:
         """Start the first round. at(start, stop): the memory of these elements; op: how what arrives is reduced; like:
-        has the vector's dtype and device. initial(): what the first that arrives is reduced with, where that is not
-        yet in the vector; asked for once the messages are under way.
+        has the vector's dtype and device. initial(): what the first that arrives is reduced with, where the vector's
+        memory does not hold it yet; asked for once the messages are under way.
         """
         self._messenger, self._at, self._like, self._initial = messenger, at, like, initial
         self._combine = _COMBINE[op]
@@ -128,36 +124,53 @@ class Running(Operation):
         self._plan, self._number = plan, -1
         self.in_rounds = len(plan) > 1 or not messenger.moves_alone
         self._scratch: Tensor | None = None
+        self._ahead: Works | None = None  # receives of the next round
         self._next()
 
     def wait(self) -> None:
-        with outside_autograd(self._like):
-            while self._number < len(self._plan):
-                self._finish(self._plan[self._number])
-                self._next()
+        if self._like.requires_grad or self._like.is_inference():  # entering a mode costs more than a small sum
+            with outside_autograd(self._like):
+                self._drain()
+        else:
+            self._drain()
+
+    def _drain(self) -> None:
+        while self._number < len(self._plan):
+            self._finish(self._plan[self._number])
+            self._next()
 
     def _next(self) -> None:
         self._number += 1
         if self._number == len(self._plan):
             return
-        each, at = self._plan[self._number], self._at
-        if each.reduce and each.receives:
-            self._incoming = self._parts(each)
-        else:
-            self._incoming = [at(t.start, t.stop) for t in each.receives]
+        each, at, start = self._plan[self._number], self._at, self._messenger.start
         # Kept until they are sent: whoever starts a message need not hold its memory.
         self._outgoing = [(at(t.start, t.stop), t.peer) for t in each.sends]
-        receives = [(x, t.peer) for x, t in zip(self._incoming, each.receives, strict=True)]
-        self._works = self._messenger.start(self._outgoing, receives, self._tag)
+        if self._ahead is not None:
+            self._works = start(self._outgoing, [], self._tag) + self._ahead
+            self._ahead = None
+        else:
+            self._incoming = self._parts(each) if each.reduce else [at(t.start, t.stop) for t in each.receives]
+            receives = [(x, t.peer) for x, t in zip(self._incoming, each.receives, strict=True)]
+            self._works = start(self._outgoing, receives, self._tag)
+        after = self._plan[self._number + 1] if self._number + 1 < len(self._plan) else None
+        if after is not None and after.early and self._messenger.early:
+            self._ahead = start([], [(at(t.start, t.stop), t.peer) for t in after.receives], self._tag)
 
     def _parts(self, each: Round) -> list[Tensor]:
-        """Return scratch memory for what a round receives."""
-        lengths = [t.stop - t.start for t in each.receives]
+        """Return memory for what a round receives to reduce: scratch, but for what comes to a place still unused."""
+        receives = each.receives
+        first: list[Tensor] = []
+        if self._initial is not None and receives:
+            first, receives = [self._at(receives[0].start, receives[0].stop)], receives[1:]
+        if not receives:
+            return first
+        lengths = [t.stop - t.start for t in receives]
         total = sum(lengths)
         self._scratch = scratch = self._messenger.take(total, self._like)
         if len(lengths) == 1 and scratch.numel() == total:
-            return [scratch]
-        return list(scratch[:total].split(lengths))
+            return [*first, scratch]
+        return [*first, *scratch[:total].split(lengths)]
 
     def _finish(self, each: Round) -> None:
         works, sends = self._works, len(each.sends)
@@ -165,10 +178,11 @@ class Running(Operation):
         wait = self._messenger.wait
         if not apart:
             wait(works)
-        elif each.swaps:
+        elif each.swaps:  # what arrives last is waited for first: one sleep
+            wait(works[sends:])
             wait(works[:sends])
         for index, transfer in enumerate(each.receives):
-            if apart:
+            if apart and not each.swaps:
                 wait(works[sends + index : sends + index + 1])
             if each.reduce:
                 into = self._at(transfer.start, transfer.stop)
