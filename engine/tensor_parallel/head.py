@@ -205,9 +205,9 @@ class _HeadLoss(torch.autograd.Function):
         chunks = _Chunks(whole, weight, bias, ctx.chunk_rows, criterion.real)
         sums = _Gradients(chunks, *ctx.needs_input_grad[:3])
         for start, stop, logits in chunks:
-            exponentials = criterion.shifted(logits, largest[start:stop], logits).exp_()
-            rows = at.rows(start, stop)
-            criterion.gradient_into(logits, exponentials, slope[start:stop], rows, grad[start:stop])
+            used, rows = criterion.unpadded(logits), at.rows(start, stop)
+            shares = criterion.shares(used, largest[start:stop], used)
+            criterion.gradient_into(logits, shares, slope[start:stop], rows, grad[start:stop])
             sums.add(start, stop, logits)
         of_hidden = None
         if sums.hidden is not None:

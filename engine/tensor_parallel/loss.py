@@ -6,8 +6,8 @@ With m the largest logit of a row, t its target, V the true vocabulary, s the la
     loss     = lse - (1 - s) logits[t] - s mean(logits) + z lse^2
     gradient = (1 + 2 z lse) softmax(logits) - (1 - s) onehot(t) - s / V
 
-Each rank sums over its own columns against its own largest logit; the ranks then send the maximum and the sums, a few
-numbers for each row. Columns behind the true vocabulary are padding: never read, and without gradient. Smoothing as in
+Each rank takes the softmax over its own columns; the ranks then send the maximum and the sums, a few numbers for each
+row. Columns behind the true vocabulary are padding: never read, and without gradient. Smoothing as in
 F.cross_entropy; z-loss as in PaLM (arXiv:2204.02311, section 5).
 """
 
@@ -140,33 +140,45 @@ class Criterion:
         return Targets(ids, elsewhere, ignored)
 
     def row_sums(self, logits: Tensor, ids: Tensor, out: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return exp(logits - their largest here), without padding, and the sums over it: the largest logit, the
-        exponentials' sum, the logit at `ids`, with smoothing the sum of the logits less their largest; (3 or 4, ...).
+        """Return this rank's `shares`, and of each row (3 or 4, ...): the largest logit here, the sum over
+        exp(logits - that), the logit at `ids`, with smoothing the sum of the logits less their largest.
 
-        logits: (..., columns), single or double precision. out: where the exponentials are written, (..., columns) or
-        the logits themselves; default: new memory.
+        logits: (..., columns), single or double precision. out: where the shares are written, (..., columns) or the
+        logits themselves; default: new memory.
         """
         hit = logits.gather(-1, ids.unsqueeze(-1)).squeeze(-1)
-        values = self.unpadded(logits)
+        values, room = self.unpadded(logits), None if out is None else self.unpadded(out)
         # Of no columns at all there is no maximum, only the one that changes no other.
         largest = values.amax(dim=-1) if values.numel() else hit.new_full(hit.shape, -torch.inf)
-        shifted = self.shifted(logits, largest, out)
-        spread = [shifted.sum(dim=-1)] if self.label_smoothing else []
-        exponentials = shifted.exp_()
-        return exponentials, torch.stack([largest, exponentials.sum(dim=-1), hit, *spread])
+        spread = []
+        if self.label_smoothing:
+            values = room = torch.sub(values, largest.masked_fill(largest == -torch.inf, 0.0).unsqueeze(-1), out=room)
+            spread = [values.sum(dim=-1)]
+        shares = self.shares(values, largest, room)
+        # The largest logit's share is 1 / sum, since its exponential is 1.
+        total = shares.amax(dim=-1).reciprocal() if values.numel() else hit
+        total = total.masked_fill(largest == -torch.inf, 0.0)
+        return shares, torch.stack([largest, total, hit, *spread])
 
-    def shifted(self, logits: Tensor, largest: Tensor, out: Tensor | None) -> Tensor:
-        """Return the logits without padding, less each row's largest here; less 0 where all are -inf."""
-        base = largest.masked_fill(largest == -torch.inf, 0.0).unsqueeze(-1)
-        return torch.sub(self.unpadded(logits), base, out=None if out is None else self.unpadded(out))
+    def shares(self, values: Tensor, largest: Tensor, out: Tensor | None) -> Tensor:
+        """Return the softmax over this rank's columns alone, 0 in rows where all are -inf. values and out (may be the
+        same): without padding; largest: of each row here.
+        """
+        if not values.numel():
+            return values
+        shares = torch.softmax(values, dim=-1, out=out)
+        empty = largest == -torch.inf
+        if empty.device.type != "cpu" or empty.any():  # a look costs less than a pass, where it need not be waited for
+            shares.masked_fill_(empty.unsqueeze(-1), 0.0)
+        return shares
 
     def unpadded(self, x: Tensor) -> Tensor:
         """Return x, (..., columns), without padding: a view."""
         return x if self.real == self.columns else x.narrow(-1, 0, self.real)
 
     def combine(self, sums: Tensor, at: Targets) -> tuple[Tensor, Tensor]:
-        """Return the loss of each row from the ranks' `row_sums`, and this rank's slope: by what its exponentials must
-        be multiplied to be the gradient's softmax term. All ranks must call it; two all-reduces.
+        """Return the loss of each row from the ranks' `row_sums`, and this rank's slope: by what its shares must be
+        multiplied to be the gradient's softmax term. All ranks must call it; two all-reduces.
         """
         largest, total, hit = sums[:3]
         highest = self.comm.all_reduce(largest.clone(), "max")
@@ -176,7 +188,7 @@ class Criterion:
             parts.append(sums[3] + self.real * (largest - highest) if self.real else torch.zeros_like(total))
         reduced = self.comm.all_reduce(torch.stack(parts))
         total, log_total, share = reduced[0], reduced[0].log(), self.label_smoothing
-        slope = scale / total
+        slope = parts[0] / total
         loss = log_total - (1.0 - share) * reduced[1]
         if self.label_smoothing:
             loss -= reduced[2] * (share / self.vocabulary)
@@ -186,13 +198,12 @@ class Criterion:
             slope *= 1.0 + 2.0 * self.z_loss * lse
         return loss.masked_fill_(at.ignored, 0.0), slope.masked_fill_(at.ignored, 0.0)
 
-    def gradient_into(self, out: Tensor, exponentials: Tensor, slope: Tensor, at: Targets, grad: Tensor) -> None:
-        """Fill out, (..., columns), with the gradient of the logits. `exponentials` may lie in it; grad: of the rows'
-        losses.
+    def gradient_into(self, out: Tensor, shares: Tensor, slope: Tensor, at: Targets, grad: Tensor) -> None:
+        """Fill out, (..., columns), with the gradient of the logits. `shares` may lie in it; grad: of the rows' losses.
         """
         scale = grad.masked_fill(at.ignored, 0.0)
         real = self.unpadded(out)
-        torch.mul(exponentials, (slope * scale).unsqueeze(-1), out=real)
+        torch.mul(shares, (slope * scale).unsqueeze(-1), out=real)
         if self.label_smoothing:
             real -= (scale * (self.label_smoothing / self.vocabulary)).unsqueeze(-1)
         if real is not out:
@@ -211,16 +222,16 @@ class _CrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, target: Tensor, criterion: Criterion) -> Tensor:
         at = criterion.locate(target)
         own = logits.float() if is_half(logits.dtype) else None
-        exponentials, sums = criterion.row_sums(logits if own is None else own, at.ids, own)
+        shares, sums = criterion.row_sums(logits if own is None else own, at.ids, own)
         loss, slope = criterion.combine(sums, at)
-        ctx.save_for_backward(exponentials, slope, at.ids, at.elsewhere, at.ignored)
+        ctx.save_for_backward(shares, slope, at.ids, at.elsewhere, at.ignored)
         ctx.criterion, ctx.dtype = criterion, logits.dtype
         return loss
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        exponentials, slope, *at = ctx.saved_tensors
-        grad = exponentials.new_empty((*slope.shape, ctx.criterion.columns))
-        ctx.criterion.gradient_into(grad, exponentials, slope, Targets(*at), grads[0])
+        shares, slope, *at = ctx.saved_tensors
+        grad = shares.new_empty((*slope.shape, ctx.criterion.columns))
+        ctx.criterion.gradient_into(grad, shares, slope, Targets(*at), grads[0])
         return grad.to(ctx.dtype), None, None
