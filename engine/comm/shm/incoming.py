@@ -12,7 +12,7 @@ from torch import Tensor
 
 from engine.comm.shm import words
 from engine.comm.shm.memory import map_segment
-from engine.comm.shm.packets import ANNOUNCE, PIECE, SLOTS, Message
+from engine.comm.shm.packets import ANNOUNCE, KEPT, PIECE, SLOTS, Message, drain
 from engine.comm.shm.segments import Segments
 from engine.comm.transport import BackendError
 
@@ -25,13 +25,15 @@ class Incoming:
         peer: int,
         name: int,
         segments: Segments,
+        read: list[int],
         say: Callable[[bytes], None],
         fail: Callable[[str], BackendError],
     ) -> None:
-        """peer: its position in the group; name: its global number, for errors; say: sends it a packet; fail: told why,
-        when the messages of this rank have failed.
+        """peer: its position in the group; name: its global number, for errors; read: slots of its mailbox that have
+        been read, unknown to it; say: sends it a packet; fail: told why, when the messages of this rank have failed.
         """
-        self._peer, self._name, self._segments, self._say, self._fail = peer, name, segments, say, fail
+        self._peer, self._name, self._segments, self._fail = peer, name, segments, fail
+        self._read, self._say = read, say
         self._posted: dict[int, deque[Message]] = {}
         self._early: dict[int, deque[Message]] = {}
         self._arriving: Message | None = None
@@ -56,7 +58,7 @@ class Incoming:
 
     def announced(self, packet: bytes, fds: list[int]) -> None:
         """The peer says what comes, hands its mailbox over where it is new, and has put the first piece there."""
-        _, tag, dtype, count, number, offset, slot, first = ANNOUNCE.unpack(packet)
+        _, tag, dtype, count, number, offset, slot, first, _ = ANNOUNCE.unpack(packet)
         kind = words.dtype_of(dtype)
         for fd in fds:
             self._slot, self._box = slot, map_segment(fd, SLOTS * slot)
@@ -87,7 +89,9 @@ class Incoming:
         count = min(self._slot, message.nbytes - message.done)
         memmove(message.address + message.done, box.data_ptr() + slot * self._slot, count)
         message.done += count
-        self._say(PIECE.pack(b"A", slot))
+        self._read.append(slot)
+        if len(self._read) > KEPT:
+            self._say(PIECE.pack(b"A", drain(self._read)))
         if message.done == message.nbytes:
             message.ended = True
             self._arriving = None

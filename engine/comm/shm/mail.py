@@ -1,7 +1,8 @@
 """Messages between two ranks that share memory: a mailbox for each ordered pair, in memory of the sender.
 
 A message is announced by a packet. One that lies in memory of `allocate` is read where it is; others go through the
-mailbox's slots, piece by piece, each given back once it is read. A message that arrives before its receive is asked for
+mailbox's slots, piece by piece. Slots that have been read are given back together, or with the next message that goes
+the other way. A message that arrives before its receive is asked for
 is taken out and kept, so that it is in nobody's way.
 
 Whoever waits moves all messages on. From the first asynchronous receive, or asynchronous send that is not through at
@@ -69,11 +70,14 @@ class Mail:
         slot = max(LEAST, min(_SLOT, most) // LEAST * LEAST)
         self._peers: dict[int, _Peer] = {}
         for j, peer in sorted(sockets.items()):
-            out = Outgoing(peer, names[rank], names[j], segments, slot, self._fail)
-            self._peers[j] = _Peer(peer, out, Incoming(j, names[j], segments, out.say, self._fail))
+            read: list[int] = []
+            out = Outgoing(peer, names[rank], names[j], segments, slot, read, self._fail)
+            self._peers[j] = _Peer(peer, out, Incoming(j, names[j], segments, read, out.say, self._fail))
         self._by_socket = {peer.fileno(): j for j, peer in sockets.items()}
+        self._poll = select.poll()  # of peers that are not gone
         for peer in sockets.values():
             peer.setblocking(False)
+            self._poll.register(peer, select.POLLIN)
         close_in_children(sockets.values())
         self._names, self._limit = names, limit
         self._own, self._failed = names[rank], failed
@@ -192,47 +196,49 @@ class Mail:
         """Wait until something comes from any peer, and handle it: the one that is waited for may wait for another.
         Others may start messages meanwhile, and wait for this one to move theirs.
         """
-        poll = select.poll()
-        for peer in self._peers.values():
-            if not peer.gone:
-                poll.register(peer.socket, select.POLLIN)
         self._moving = True
         try:
             self._lock.release()
             try:
-                ready = poll.poll(max(1, int(seconds * 1000)))
+                ready = self._poll.poll(max(1, int(seconds * 1000)))
             finally:
                 self._lock.acquire()
             for number, _ in ready:
-                self._read(self._by_socket[number])
+                self._read_one(self._by_socket[number])
         finally:
             self._moving = False
             self._moved.notify_all()
 
     def _read(self, j: int) -> None:
         """Handle every packet that has come from a peer."""
+        while not self._peers[j].gone and self._read_one(j):
+            pass
+
+    def _read_one(self, j: int) -> bool:
+        """Handle the next packet from a peer. Returns whether there was one."""
         peer = self._peers[j]
-        while not peer.gone:
-            try:
-                packet, ancillary, flags, _ = peer.socket.recvmsg(4096, _ROOM)
-                if flags & _TRUNCATED:
-                    raise self._fail(
-                        f"rank {self._own} cannot take a mailbox: it has too many open files (`ulimit -n`)"
-                    )
-                self._handle(peer, packet, [_INT.unpack(data)[0] for _, _, data in ancillary])
-            except BlockingIOError:
-                return
-            except ConnectionResetError:
-                continue  # it left without reading all, which the kernel tells once; what it said comes next
-            except (BackendError, MemoryShortageError):
-                raise
-            except Exception as error:  # else the others would wait
-                raise self._fail(f"rank {self._own} failed by itself: {type(error).__name__}: {error}") from error
+        try:
+            packet, ancillary, flags, _ = peer.socket.recvmsg(4096, _ROOM)
+            if flags & _TRUNCATED:
+                raise self._fail(f"rank {self._own} cannot take a mailbox: it has too many open files (`ulimit -n`)")
+            self._handle(peer, packet, [_INT.unpack(data)[0] for _, _, data in ancillary])
+        except BlockingIOError:
+            return False
+        except ConnectionResetError:
+            pass  # it left without reading all, which the kernel tells once; what it said comes next
+        except (BackendError, MemoryShortageError):
+            raise
+        except Exception as error:  # else the others would wait
+            raise self._fail(f"rank {self._own} failed by itself: {type(error).__name__}: {error}") from error
+        return True
 
     def _handle(self, peer: _Peer, packet: bytes, fds: list[int]) -> None:
         if not packet:
             peer.gone = peer.out.deaf = True
+            self._poll.unregister(peer.socket)
         elif packet[:1] == b"D":
+            if packet[-1]:
+                peer.out.given_back(packet[-1])
             peer.into.announced(packet, fds)
         elif packet[:1] == b"C":
             peer.into.take(PIECE.unpack(packet)[1])

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from engine.comm.shm import words
 from engine.comm.shm.memory import map_segment, reserve, shortage
-from engine.comm.shm.packets import ANNOUNCE, PIECE, SLOTS, Message
+from engine.comm.shm.packets import ANNOUNCE, PIECE, SLOTS, Message, drain
 from engine.comm.shm.segments import Segments
 from engine.comm.transport import BackendError
 from engine.errors import MemoryShortageError
@@ -31,13 +31,15 @@ class Outgoing:
         name: int,
         segments: Segments,
         most: int,
+        read: list[int],
         fail: Callable[[str], BackendError],
     ) -> None:
-        """own, name: this rank's global number and the peer's, for errors; most: bytes that a slot may have; fail:
-        told why, when the messages of this rank have failed.
+        """own, name: this rank's global number and the peer's, for errors; most: bytes that a slot may have; read:
+        slots of the peer's mailbox that have been read, unknown to it; fail: told why, when the messages of this rank
+        have failed.
         """
         self._socket, self._own, self._name, self._segments = socket, own, name, segments
-        self._most, self._fail = most, fail
+        self._most, self._read, self._fail = most, read, fail
         self._waiting: deque[Message] = deque()
         self._box: Tensor | None = None
         self._slot = 0  # bytes of a slot
@@ -59,9 +61,9 @@ class Outgoing:
         """Put a message behind the others; `put` starts it."""
         self._waiting.append(message)
 
-    def given_back(self, slot: int) -> None:
-        """The peer has read a slot."""
-        self._free.append(slot)
+    def given_back(self, slots: int) -> None:
+        """The peer has read slots, a bit for each."""
+        self._free += [slot for slot in range(SLOTS) if slots >> slot & 1]
         self.put()
 
     def read_through(self) -> None:
@@ -110,7 +112,7 @@ class Outgoing:
             fds = [self._make_box()]
         first = self._put_piece(message) if number < 0 and self._free else -1
         kind, count = words.number_of(message.x.dtype), message.x.numel()
-        packet = ANNOUNCE.pack(b"D", message.tag, kind, count, number, offset, self._slot, first)
+        packet = ANNOUNCE.pack(b"D", message.tag, kind, count, number, offset, self._slot, first, drain(self._read))
         try:
             if fds:
                 try:

@@ -7,11 +7,20 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-# "D", tag, dtype, elements, segment, offset, bytes of a slot, the slot of the first piece
-ANNOUNCE = struct.Struct("<ciBqqqqq")
-PIECE = struct.Struct("<cq")  # "C", slot: a piece is there; "A", slot: it has been read; "R", 0: all has been read
+# "D", tag, dtype, elements, segment, offset, bytes of a slot, the slot of the first piece, slots given back
+ANNOUNCE = struct.Struct("<ciBqqqqqB")
+# "C", slot: a piece is there; "A", slots: these have been read; "R", 0: all has been read. Slots: a bit for each.
+PIECE = struct.Struct("<cq")
 ABORT = b"!"
-SLOTS = 4  # of a mailbox
+SLOTS = 6  # of a mailbox
+KEPT = 2  # slots that a rank has read and keeps until it has something to say: a packet for each costs more than a slot
+
+
+def drain(slots: list[int]) -> int:
+    """Return slots as bits, and forget them."""
+    bits = sum(1 << slot for slot in slots)
+    slots.clear()
+    return bits
 
 
 @dataclass(eq=False)
