@@ -17,6 +17,8 @@ from engine.precision import sum_dtype
 from engine.zero.plan import Bucket, ParameterInfo, plan_buckets
 from engine.zero.pool import BufferPool
 
+_BUFFERS = 3  # of each dtype, for the gradients of buckets that keep only a shard of them
+
 Write = Callable[[Tensor, bool], object]
 """Puts a gradient into the tensor it is given: added to what is there (True), or over it."""
 
@@ -335,8 +337,8 @@ def make_buckets(
     whole = [keep_all or plan.apart for plan in plans]
     parameters = [parameter for _, parameter in named]
     borrowing = [(sum_dtype(plan.dtype), plan.numel) for plan, w in zip(plans, whole, strict=True) if not w]
-    # One is filled while another is reduced; a third for started collectives, which end later.
-    pool = BufferPool(comm, borrowing, shared=2 + comm.overlaps)
+    # One is filled while those before are reduced: started ones end later, others have their ranks meet once for two.
+    pool = BufferPool(comm, borrowing, shared=_BUFFERS)
     return [
         FlatBucket(plan, parameters, comm, pool, stage=stage, whole=w, wire_dtype=wire_dtype, share=share)
         for plan, w in zip(plans, whole, strict=True)

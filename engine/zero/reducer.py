@@ -164,8 +164,9 @@ class Reducer:
     def _make_room(self, bucket: FlatBucket) -> None:
         """Have a buffer free, where one is needed: reduce what may be, in its order."""
         self._end_for(bucket)
-        while self._ready and bucket.borrows and not bucket.pool_has_free:
-            self._start_next()
+        if bucket.borrows and not bucket.pool_has_free:
+            while self._ready:  # all at once: ranks that wait for each other do so once
+                self._start_next()
 
     def _end_for(self, bucket: FlatBucket) -> None:
         """End reductions that were started until a buffer is free, where one is needed."""
