@@ -199,7 +199,7 @@ class Criterion:
         return loss.masked_fill_(at.ignored, 0.0), slope.masked_fill_(at.ignored, 0.0)
 
     def gradient_into(self, out: Tensor, shares: Tensor, slope: Tensor, at: Targets, grad: Tensor) -> None:
-        """Fill out, (..., columns), with the gradient of the logits. `shares` may lie in it; grad: of the rows' losses."""
+        """Fill out, (..., columns), with the logits' gradient. `shares` may lie in it; grad: of the rows' losses."""
         scale = grad.masked_fill(at.ignored, 0.0)
         real = self.unpadded(out)
         torch.mul(shares, (slope * scale).unsqueeze(-1), out=real)
