@@ -80,3 +80,20 @@ def test_the_largest_gradient_is_torchs_and_a_nan_of_one_rank_is_seen_by_all(wor
         assert "norm_type=1.0: choose 2.0, or float('inf')" in unknown
         assert "norm_type=0.0" in zero
         assert "TrainStep's options differs over axis 'world'" in apart
+
+
+def of_many_equal_elements(mesh: engine.Mesh, stage: int) -> float:
+    model = nn.Linear(2**11, 2**11, bias=False)
+    optimizer = ZeroOptimizer(model, torch.optim.SGD, mesh, stage=stage, lr=0.5)
+    model.weight.grad = torch.full_like(model.weight, 0.1)
+    return optimizer.finish_gradients(1.0).item()
+
+
+@pytest.mark.parametrize("layout", [Layout(), Layout(data=2)], ids=str)
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_norm_of_many_float32_elements_is_exact_whatever_the_shards(
+    world: World, layout: Layout, stage: int
+) -> None:
+    """torch.linalg.vector_norm of all of them at once is off by 2e-3."""
+    wanted = layout.data * torch.tensor(0.1).item() * 2**11
+    assert world.run(layout, of_many_equal_elements, stage) == pytest.approx([wanted] * layout.data, rel=3e-5)
