@@ -12,7 +12,6 @@ from engine.comm.communicator import Communicator
 from engine.device import exact_dtype
 from engine.errors import UsageError
 
-
 _RUN = 1 << 16  # elements
 
 
@@ -58,8 +57,8 @@ def _largest(values: Sequence[Tensor], dtype: torch.dtype, world: Communicator) 
 def _norm(part: Tensor) -> Tensor:
     """Return the 2-norm, of half-precision elements in float32: their squares' sum is soon beyond their range.
 
-    On a CPU torch adds all squares up one after another, which in float32 loses up to 1e-2 of the norm of 8 million elements,
-    and more or less of it in shards: so norms of short runs are added up, in float64.
+    On a CPU torch adds all squares up one after another, which in float32 loses as much as 1e-2 of the norm of 8
+    million elements, and more or less of it in shards: so norms of short runs are added up, in float64.
     """
     dtype = torch.float32 if part.dtype in (torch.float16, torch.bfloat16) else None
     norm: Tensor
