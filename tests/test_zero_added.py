@@ -12,6 +12,8 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 import engine
 from engine import LayerSpec, Layout
 from engine.zero import ZeroOptimizer
+from examples.gpt.model import GPTConfig, gpt_layers, next_token_loss
+from tests.plain_gpt import plain_gpt
 from tests.test_zero_matrices import Polar
 from tests.world import TRANSPORT, World, refusals
 
@@ -230,6 +232,61 @@ def test_a_train_step_goes_on_with_what_is_unfrozen_on_any_stage(world: World) -
             assert told in (2, 4)  # the handed-over gradients of this stage's blocks, weight and bias
             groups = [group["params"] for group in state["param_groups"]]
             assert groups == [[f"{n}.linear.weight", f"{n}.linear.bias"] for n in (2, 1, 0)]
+
+
+GPT = {"layers": 1, "hidden": 8, "heads": 2, "sequence": 6, "vocabulary": 11}
+LAYERS = [("1",), ("0", "3"), ("2",)]  # trained from the first step; the tied tables with all beside them; the MLP
+
+
+def of_layers(model: nn.Module, number: int) -> list[tuple[str, nn.Parameter]]:
+    return [(n, p.requires_grad_()) for n, p in model.named_parameters() if n.partition(".")[0] in LAYERS[number]]
+
+
+def tokens(step: int) -> Tensor:
+    shape = (8, GPT["sequence"] + 1)
+    return torch.randint(GPT["vocabulary"], shape, generator=torch.Generator().manual_seed(step))
+
+
+def add_to_gpt(mesh: engine.Mesh, schedule: str) -> Any:
+    model = engine.PipelineModel(gpt_layers(GPTConfig(**GPT), mesh.tensor, DTYPE), mesh)
+    start = engine.full_state_dict(model, mesh)
+    model.requires_grad_(False)
+    groups = [{"params": of_layers(model, 0)}]
+    optimizer = ZeroOptimizer(model, torch.optim.AdamW, mesh, groups=groups, lr=0.05, bucket_mib=1e-3)
+    loss = next_token_loss(mesh.tensor, GPT["vocabulary"])
+    step = engine.TrainStep(model, optimizer, loss, mesh, microbatches=2, schedule=schedule)
+    norms = []
+    for number in range(6):
+        if number and number % 2 == 0:
+            optimizer.add_param_group({"params": of_layers(model, number // 2), "lr": 0.02})
+        own = tokens(number).tensor_split(mesh.data.size)[mesh.data.rank]
+        norms.append(step(own[:, :-1], own[:, 1:]).grad_norm.item())
+    return start, norms, engine.full_state_dict(model, mesh)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [Layout(tensor=2), Layout(data=2, tensor=2), Layout(pipeline=2, tensor=2), Layout(data=2, pipeline=2)],
+    ids=str,
+)
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+def test_tied_and_tensor_parallel_parameters_are_added(world: World, layout: Layout, schedule: str) -> None:
+    for start, norms, weights in world.run(layout, add_to_gpt, schedule):
+        model = plain_gpt(**GPT, tied=True).double()
+        model.load_state_dict(start)
+        model.requires_grad_(False)
+        optimizer = torch.optim.AdamW([p for _, p in of_layers(model, 0)], lr=0.05)
+        for number, norm in enumerate(norms):
+            if number and number % 2 == 0:
+                optimizer.add_param_group({"params": [p for _, p in of_layers(model, number // 2)], "lr": 0.02})
+            optimizer.zero_grad()
+            ids = tokens(number)
+            nn.functional.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten()).backward()
+            trained = [p for p in model.parameters() if p.requires_grad]
+            assert norm == pytest.approx(nn.utils.clip_grad_norm_(trained, 1e9).item(), rel=1e-10)
+            optimizer.step()
+        for name, value in model.state_dict().items():
+            torch.testing.assert_close(weights[name], value, rtol=1e-9, atol=1e-11)
 
 
 # ---- what comes along, and what is refused -------------------------------------------------------------------------
