@@ -211,3 +211,19 @@ def test_second_derivatives_are_refused_not_wrong() -> None:
         (first,) = torch.autograd.grad(loss.square().sum(), x, create_graph=True)
         with pytest.raises(RuntimeError, match="differentiate twice"):
             first.sum().backward()
+
+
+def overwrite_the_logits(mesh: Mesh) -> float:
+    """Of 5 ids over 4 ranks the last has padding only."""
+    x = torch.ones(3, 2, dtype=DOUBLE, requires_grad=True)
+    logits = x * 1.0
+    loss = vocab_parallel_cross_entropy(logits, torch.tensor([0, 2, 4]), mesh.tensor, vocabulary=5)
+    logits.detach().zero_()  # the loss keeps what it needs itself
+    loss.sum().backward()
+    assert x.grad is not None
+    return float(x.grad.sum())
+
+
+def test_logits_may_be_overwritten_after_the_loss_on_every_rank(world: World) -> None:
+    wanted = [6 / 5 - 1, 6 / 5 - 1, 3 / 5 - 1, 0.0]  # softmax of 3 rows, less the targets
+    assert world.run(Layout(tensor=4), overwrite_the_logits) == pytest.approx(wanted)

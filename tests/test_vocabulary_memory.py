@@ -133,3 +133,26 @@ def test_the_memory_that_the_kernel_counts_is_the_memory_of_the_tensors(world: W
     assert apart == pytest.approx(live_peak(False, *case, "meta", torch.float32), rel=0.1)
     assert together == pytest.approx(live_peak(True, *case, "meta", torch.float32), rel=0.1)
     assert together < apart / 4
+
+
+def padded_high_water(mesh: engine.Mesh) -> int:
+    """What head and loss take on this rank at most; the last rank has a column of padding."""
+    columns = 65536
+    hidden, weight = torch.ones(512, 8, requires_grad=True), torch.ones(columns, 8, requires_grad=True)
+    target = torch.zeros(512, dtype=torch.int64)
+
+    def run() -> None:
+        loss = vocab_parallel_linear_cross_entropy(hidden, weight, target, mesh.tensor, vocabulary=2 * columns - 1)
+        loss.sum().backward()
+
+    run()
+    Path("/proc/self/clear_refs").write_text("5")
+    before = _status("VmRSS")
+    run()
+    return _status("VmHWM") - before
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the kernel's high-water mark of Linux")
+def test_padding_costs_no_memory(world: World) -> None:
+    whole, padded = world.run(Layout(tensor=2), padded_high_water)
+    assert padded == pytest.approx(whole, rel=0.1)

@@ -354,56 +354,6 @@ class Communicator(Agreement):
         assert call.x is not None
         return any(each.receives for each in self._plan(call, call.x.numel())[0])
 
-    def _planned_run(self, call: Call, vector: Tensor, op: str) -> Works:
-        """Start the call's plan over the flat vector that it changes."""
-        count = vector.numel()
-
-        def at(start: int, stop: int) -> Tensor:
-            return vector if stop - start == count else vector[start:stop]
-
-        return self._running(self._plan(call, count)[0], at, op, vector)
-
-    def _scatter(self, call: Call, wire: Tensor, into: Tensor, op: str) -> Works:
-        """Start a reduce-scatter by plan: the own block lies in `into`, the others are read where they are unless the
-        plan uses them for partial sums.
-        """
-        vector, own = flat(wire), flat(into)
-        if vector.requires_grad:  # under no_grad, which may have ended when the sum is made
-            vector = vector.detach()
-        plan, own_only = self._plan(call, vector.numel())
-        each = own.numel()
-        first, last = self.rank * each, (self.rank + 1) * each
-        held = own.data_ptr() == vector.data_ptr() + first * vector.element_size()
-        if not own_only:
-            write(own, vector[first:last])
-            vector = vector.clone()
-
-        def at(start: int, stop: int) -> Tensor:
-            if start == first and stop == last:
-                return own
-            inside = first <= start and stop <= last
-            return own[start - first : stop - first] if inside else vector[start:stop]
-
-        initial = (lambda: vector[first:last]) if own_only and not held else None
-        return self._running(plan, at, op, own, initial)
-
-    def _gather(self, call: Call, wire: Tensor, target: Tensor) -> Works:
-        """Start an all-gather by plan: the own block is sent from where it lies, and copied while it flies."""
-        vector, source = flat(target), flat(wire)
-        each = source.numel()
-        first, last = self.rank * each, (self.rank + 1) * each
-
-        def at(start: int, stop: int) -> Tensor:
-            if start == first and stop == last:
-                return source
-            inside = first <= start and stop <= last
-            return source[start - first : stop - first] if inside else vector[start:stop]
-
-        works = self._running(self._plan(call, vector.numel())[0], at, "sum", vector)
-        if source.data_ptr() != vector.data_ptr() + first * vector.element_size():
-            write(vector[first:last], source)
-        return works
-
     def _check_wire(self, call: Call, wire: torch.dtype, algorithm: str | None) -> None:
         assert call.x is not None
         if wire not in WIRE_DTYPES:

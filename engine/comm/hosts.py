@@ -194,6 +194,7 @@ class HostsTransport(InOrder):
         self._over = _OverHosts(rank, hosts, local, across, tag)
         super().__init__(across.ranks, rank, self._over)
         self._local, self._across = local, across
+        self.early = across.early
 
     def exchange(
         self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], tag: int = 0

@@ -150,11 +150,12 @@ class Criterion:
         values, room = self.unpadded(logits), None if out is None else self.unpadded(out)
         # Of no columns at all there is no maximum, only the one that changes no other.
         largest = values.amax(dim=-1) if values.numel() else hit.new_full(hit.shape, -torch.inf)
-        spread = []
+        spread, top = [], largest  # of the values that the softmax is taken of
         if self.label_smoothing:
-            values = room = torch.sub(values, largest.masked_fill(largest == -torch.inf, 0.0).unsqueeze(-1), out=room)
-            spread = [values.sum(dim=-1)]
-        shares = self.shares(values, largest, room)
+            base = largest.masked_fill(largest == -torch.inf, 0.0)
+            values = room = torch.sub(values, base.unsqueeze(-1), out=room)
+            spread, top = [values.sum(dim=-1)], largest - base
+        shares = self.shares(values, top, room)
         # The largest logit's share is 1 / sum, since its exponential is 1.
         total = shares.amax(dim=-1).reciprocal() if values.numel() else hit
         total = total.masked_fill(largest == -torch.inf, 0.0)
@@ -162,11 +163,15 @@ class Criterion:
 
     def shares(self, values: Tensor, largest: Tensor, out: Tensor | None) -> Tensor:
         """Return the softmax over this rank's columns alone, 0 in rows where all are -inf. values and out (may be the
-        same): without padding; largest: of each row here.
+        same): without padding; largest: of each row of them.
         """
         if not values.numel():
-            return values
-        shares = torch.softmax(values, dim=-1, out=out)
+            return values.new_empty(values.shape)
+        if values.is_contiguous():
+            shares = torch.softmax(values, dim=-1, out=out)
+        else:  # of rows with padding between them torch's kernel would make copies
+            shares = torch.sub(values, largest.unsqueeze(-1), out=out).exp_()
+            shares.div_(shares.sum(dim=-1, keepdim=True))
         empty = largest == -torch.inf
         if empty.device.type != "cpu" or empty.any():  # a look costs less than a pass, where it need not be waited for
             shares.masked_fill_(empty.unsqueeze(-1), 0.0)

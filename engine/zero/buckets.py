@@ -337,7 +337,7 @@ def make_buckets(
     whole = [keep_all or plan.apart for plan in plans]
     parameters = [parameter for _, parameter in named]
     borrowing = [(sum_dtype(plan.dtype), plan.numel) for plan, w in zip(plans, whole, strict=True) if not w]
-    # One is filled while those before are reduced: started ones end later, others have their ranks meet once for two.
+    # One is filled while those before are reduced; where nothing overlaps, the ranks meet once for all that are full.
     pool = BufferPool(comm, borrowing, shared=_BUFFERS)
     return [
         FlatBucket(plan, parameters, comm, pool, stage=stage, whole=w, wire_dtype=wire_dtype, share=share)

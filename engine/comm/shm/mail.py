@@ -2,8 +2,8 @@
 
 A message is announced by a packet. One that lies in memory of `allocate` is read where it is; others go through the
 mailbox's slots, piece by piece. Slots that have been read are given back together, or with the next message that goes
-the other way. A message that arrives before its receive is asked for
-is taken out and kept, so that it is in nobody's way.
+the other way. A message that arrives before its receive is asked for is taken out and kept, so that it is in nobody's
+way.
 
 Whoever waits moves all messages on. From the first asynchronous receive, or asynchronous send that is not through at
 once, a thread does, so that messages also move while nobody waits. A send for which the mailbox has room needs none:
