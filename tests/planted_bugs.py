@@ -201,8 +201,8 @@ BUGS = (
     Bug(
         "ranks of the world where ranks of the group are meant",
         "engine/comm/transport.py",
-        "group.recv([_bytes(x)], peer, tag)",
-        "group.recv([_bytes(x)], self.ranks[peer], tag)",
+        "return sending + [group.recv([_bytes(x)], peer, tag)",
+        "return sending + [group.recv([_bytes(x)], self.ranks[peer], tag)",
         ("tests/test_communicator.py",),
         "torch",
     ),
@@ -244,9 +244,23 @@ BUGS = (
     Bug(
         "a vector reduced into before it is sent",
         "engine/comm/algorithms/run.py",
-        "        elif each.swaps:\n            wait(works[:sends])\n",
-        "",
+        "            wait(works[sends:])\n            wait(works[:sends])\n",
+        "            wait(works[sends:])\n",
         ("tests/test_algorithms.py",),
+    ),
+    Bug(
+        "a receive posted early over what another rank is sent",
+        "engine/comm/algorithms/plan.py",
+        "_overlap(new, old) and new.peer != old.peer",
+        "False",
+        ("tests/test_algorithms.py",),
+    ),
+    Bug(
+        "the slope of a rank's exponentials for its shares",
+        "engine/tensor_parallel/loss.py",
+        "slope = parts[0] / total",
+        "slope = scale / total",
+        ("tests/test_vocabulary_loss.py",),
     ),
     Bug(
         "shared sums of low precision rounded at every step",
