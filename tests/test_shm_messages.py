@@ -17,7 +17,7 @@ from tests.values import outcome
 from tests.world import World
 
 Mesh = engine.Mesh
-SLOT, BOX = 256 << 10, 1 << 20
+SLOT, BOX = 256 << 10, 6 * (256 << 10)
 SIZES = [1, SLOT - 1, SLOT, SLOT + 1, 2 * SLOT + 7, BOX - 1, BOX, BOX + 1, 3 * BOX + 5]
 
 
